@@ -162,23 +162,18 @@ def test_plain_weights_thaw_and_revert() -> None:
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="it has no FSDP2 on the CPU")
-def test_fully_sharded(tmp_path: Path) -> None:
+def test_fully_sharded(mesh: Any) -> None:
     """``state_dict`` gathers, as without ConvRot."""
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     model, _ = frozen(128, 96, 64, forward="int8")
     before, x = model.state_dict(), torch.randn(16, 128)
     y = model(x)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-        assert torch.equal(model(x), y)
-        after = model.state_dict()
-        for key in ("0.weight", "0.weight_scale", "0.comfy_quant"):
-            assert torch.equal(after[key], before[key])
-    finally:
-        dist.destroy_process_group()
+    fully_shard(model, mesh=mesh)
+    assert torch.equal(model(x), y)
+    after = model.state_dict()
+    for key in ("0.weight", "0.weight_scale", "0.comfy_quant"):
+        assert torch.equal(after[key], before[key])
 
 
 def test_codes_without_a_rotation() -> None:

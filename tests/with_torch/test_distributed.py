@@ -1,8 +1,7 @@
 """DDP, FSDP2 and the plans of tests/plans.py with gloo: two processes on the CPU."""
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import hotcore.torch as hot
@@ -178,20 +177,6 @@ def test_two_processes() -> None:
     """The two import torch once for all plans; torch 2.6 has no FSDP2 here, and older plans."""
     sharded = () if torch.__version__.startswith("2.6.") else (fsdp,)
     plans.spawn(ddp, *sharded, *(plans.PLANS if torch.__version__ >= (2, 9) else ()))
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process."""
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def mesh(alone: None) -> Any:
-    return dist.device_mesh.init_device_mesh("cpu", (1,))
 
 
 @no_fsdp

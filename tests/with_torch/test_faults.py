@@ -198,7 +198,7 @@ def test_a_step_that_fails_anywhere(
 @pytest.mark.parametrize(
     ("recipe", "backend"), [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")]
 )
-def test_one_hash(recipe: str, backend: str) -> None:
+def test_one_hash(recipe: str, backend: str, seeded_torch: None) -> None:
     # A layer's gradients are those of hotcore in NumPy (tests/python/test_faults.py), for every
     # torch, eager and compiled, any number of threads and instruction set.
     gy, w, x = map(torch.from_numpy, one_hash.layer())
@@ -210,20 +210,16 @@ def test_one_hash(recipe: str, backend: str) -> None:
     if backend != "eager mode":
         torch._dynamo.reset()
         call = torch.compile(layer, backend=backend, fullgraph=True)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            for isa in isas():
-                with running(0, isa), saved_tensors() as kept:
-                    torch.manual_seed(11)
-                    y = call(x)
-                    grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), gy)
-                (codes,) = (t for t in kept if t.dtype == torch.uint8)
-                bits = b"".join(t.numpy().tobytes() for t in (codes, *grads))
-                assert hashlib.sha256(bits).hexdigest() == one_hash.HASHES[recipe], (threads, isa)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        for isa in isas():
+            with running(0, isa), saved_tensors() as kept:
+                torch.manual_seed(11)
+                y = call(x)
+                grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), gy)
+            (codes,) = (t for t in kept if t.dtype == torch.uint8)
+            bits = b"".join(t.numpy().tobytes() for t in (codes, *grads))
+            assert hashlib.sha256(bits).hexdigest() == one_hash.HASHES[recipe], (threads, isa)
     torch.manual_seed(11)
     assert int(core.seed_for(x)) == one_hash.HASHES["seed"]
 

@@ -242,7 +242,6 @@ def test_what_the_plain_layer_refuses(compiled: bool) -> None:
         layer.float()
     with pytest.raises((ValueError, RuntimeError)):
         call(torch.randn(50, 71))
-    torch._dynamo.reset()
 
 
 # ------------------------------------------------------------------------------------ The compiler

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 from torch_graphs import causal, same
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 INT8 = hot.HotConfig.recipe("accurate", forward="int8")
 CONFIGS = (None, "default", "fast", INT8)
 
@@ -407,7 +407,6 @@ def test_options_of_another_type_are_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("config", [None, INT8], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_in_one_graph(config: Any, autocast: bool, reduction: str) -> None:
-    torch._dynamo.reset()
     _, weight, _, bias = tensors(1, 64)
 
     def call(x: Tensor, target: Tensor) -> Tensor:
@@ -523,7 +522,6 @@ def test_convert_with_a_head(config: Any) -> None:
     found = model(input_ids=ids, labels=ids)
     assert found.logits.numel() == 0
     assert found.loss.item() == pytest.approx(expected, rel=1e-5)
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     loss = compiled(input_ids=ids, labels=ids).loss
     loss.backward()

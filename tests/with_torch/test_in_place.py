@@ -10,7 +10,7 @@ from support import DEVICES
 from torch import nn
 from torch_graphs import same, whole, without_chance
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 
 FORWARDS = ("plain", "int8")
 SHAPES = [(64,), (2, 3, 5, 64)]
@@ -103,7 +103,6 @@ def test_a_frozen_layer(forward: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:
-    torch._dynamo.reset()
     model = nn.ModuleList()
     for forward in FORWARDS:
         layer = nn.Sequential(nn.Linear(64, 48), nn.ReLU(inplace=True))

@@ -21,7 +21,7 @@ from support import equal_bits, nbytes, refused, saved_tensors
 from torch import nn
 from torch_graphs import Symbolic, drawn
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = ((7, 24), (2, 5, 24), (2, 3, 4, 24), (1, 2, 1, 2, 24), (24,), (0, 24), (3, 0, 24))
 
@@ -197,7 +197,6 @@ def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> 
     ],
 )
 def test_compiles_with_a_config_made_inside(make: Callable[[], HotConfig]) -> None:
-    torch._dynamo.reset()
     x, weight, bias = tensors(40, 32)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -212,7 +211,6 @@ def test_compiles_with_a_config_made_inside(make: Callable[[], HotConfig]) -> No
 
 
 def test_a_bad_config_made_inside_is_named() -> None:
-    torch._dynamo.reset()
     x, weight, _ = tensors(40, 32)
 
     @torch.compile(backend="eager", fullgraph=True)

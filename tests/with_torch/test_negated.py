@@ -17,7 +17,7 @@ from support import DEVICES
 from torch import nn
 from torch_graphs import same, whole, without_chance
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 
 FORWARDS = ("plain", "int8")
 
@@ -108,7 +108,6 @@ def test_a_complex_model() -> None:
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str, forward: str) -> None:
-    torch._dynamo.reset()
     weight, bias = torch.randn(48, 64).requires_grad_(), torch.randn(48).requires_grad_()
 
     def call(x: torch.Tensor) -> torch.Tensor:

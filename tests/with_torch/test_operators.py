@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 from torch_graphs import Attention, Graphs, Mlp, Symbolic, converted, every, gradients, same
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 INT8 = hot.HotConfig.recipe("fast", forward="int8")
 SKETCH = hot.HotConfig.recipe("fast", forward="int8", basis="sketch")
 
@@ -194,7 +194,6 @@ def test_an_x_that_is_written_is_compressed_as_it_is(autocast: bool) -> None:
     model.load_state_dict(plain.state_dict())
     hot.convert(model, "accurate", every)
     model.fc.defer = True
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(gradients(model, compiled, x), exact, strict=True):
         assert (ours - theirs).norm() < 0.06 * theirs.norm()
@@ -216,7 +215,6 @@ def test_inductor_writes_what_operators_share_once() -> None:
     """GELU's result goes to the compression and to the product: one store, in any strides."""
     from torch._inductor.utils import run_and_get_code
 
-    torch._dynamo.reset()
     model = converted(nn.Sequential(nn.GELU(), nn.Linear(64, 64)))
     x = torch.randn(4, 24, 64, requires_grad=True)
     with torch._inductor.config.patch(force_disable_caches=True):

@@ -9,7 +9,7 @@ from support import refused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 
 REFUSED = r"hotcore.torch: create_graph=True reaches a HOT layer.*revert"
 Critic = Callable[[torch.Tensor], torch.Tensor]
@@ -71,7 +71,6 @@ def test_a_frozen_layer() -> None:
 @pytest.mark.long
 def test_compiled() -> None:
     """AOTAutograd raises its own error."""
-    torch._dynamo.reset()
     model, x = linear()
     hot.convert(model, filter_fn=lambda *_: True)
     compiled = torch.compile(model, backend="aot_eager")

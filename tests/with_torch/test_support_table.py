@@ -14,7 +14,7 @@ from support import refused
 from torch import nn
 from torch_graphs import same
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,6 @@ def test_export(make: Make) -> None:
 def test_compiled_transforms_are_refused(make: Make, trained: bool) -> None:
     module, x = make()
     module.requires_grad_(trained)
-    torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager")
     def tangent(x: torch.Tensor) -> torch.Tensor:
