@@ -96,16 +96,10 @@ def test_dequantize_gives_the_plain_model(plain: Path) -> None:
 
 
 def trainer_of(model: Any, path: Path) -> Any:
-    arguments = transformers.TrainingArguments(
-        str(path),
-        per_device_train_batch_size=4,
-        max_steps=3,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="steps",
-        save_steps=3,
-    )
+    steps = {"per_device_train_batch_size": 4, "max_steps": 3}
+    steps |= {"save_strategy": "steps", "save_steps": 3}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(str(path), **steps, **quiet)
     rows = torch.randint(96, (12, 32)).tolist()
     data = [{"input_ids": row, "labels": row} for row in rows]
     return transformers.Trainer(model, arguments, train_dataset=data)
