@@ -162,22 +162,6 @@ def tensor_parallel(rank: int, device: str) -> None:
     back = hot.revert(model)
     assert type(back.up) is nn.Linear and isinstance(back.up.weight, DTensor)
 
-    # q, k and v: the DTensors differ, but all layers share one compressed x.
-    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)).to(device)
-    hot.convert(layers, filter_fn=lambda *_: True)
-    parallelize_module(layers, mesh, {"*": ColwiseParallel()})
-    kept: set[int] = set()
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.dtype == torch.uint8:
-            kept.add(tensor.data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        z = x * 2
-        ys = [layer(z) for layer in layers]
-    assert len(kept) == 1 and len(ys) == 3
-
     layer = build("default", device).up
     every = DTensor.from_local(x, mesh, [Replicate()])
     weight = DTensor.from_local(layer.weight, mesh, [Replicate()])
