@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hotcore import Key
 from support import without_broken_torchvision
 from torch import nn
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def every(module: nn.Module, fqn: str) -> bool:
@@ -129,6 +131,47 @@ def causal(kind: str, **fields: Any) -> Any:
         config = getattr(transformers, f"{kind}Config")(**{**ids, **sizes, **fields})
         name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
         return getattr(transformers, name)(config).train()
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Symbolic(int):
+    """A size that libhot is not asked for."""
+
+
+def drawn(seed: int, count: int) -> list[Key]:
+    """The keys of layers that draw after ``manual_seed(seed)``."""
+    torch.manual_seed(seed)
+    return [Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64))) for _ in range(count)]
+
+
+def conv1d(ins: int, outs: int) -> nn.Module:
+    """A layer of transformers, whose weight is that of a linear layer transposed."""
+    return imported("transformers.pytorch_utils").Conv1D(outs, ins)
+
+
+def imported(name: str) -> Any:
+    """A library that imports torchvision where it can. Without it the test is skipped."""
+    with without_broken_torchvision():
+        return pytest.importorskip(name)
+
+
+def adapted(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
+    """``model`` with random values in peft's adapters, of which B is zero at first."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(generator=generator).mul_(0.1)
+    return model
 
 
 def gradients(model: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Any:

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,15 @@ def one_thread(seeded: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     hotcore.set_num_threads(1)
     yield
     hotcore.set_num_threads(0)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """A mesh of this process alone, in a process group of its own."""
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

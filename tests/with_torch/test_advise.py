@@ -13,7 +13,7 @@ import hotcore.torch as hot
 import pytest
 import torch
 from hotcore.torch.tools.clocks import Measured
-from support import without_broken_torchvision
+from support import refused, without_broken_torchvision
 from torch import nn
 from torch_graphs import causal
 
@@ -118,7 +118,7 @@ def test_what_is_kept(every: Any) -> None:
     kept = {row.name: row.measured.kept_bytes for row in advice.rows}
     report = hot.memory_report(model, x, hot.HotConfig.recipe("default", forward="int8"))
     assert (kept["plain"], kept["default+int8"]) == (report.before, report.after)
-    assert kept["default+int8"] < kept["plain"]
+    assert report.after < report.before
     assert kept["plain, recompute"] < kept["plain, recompute half"] < kept["plain"]
     plain = next(row for row in advice.rows if row.name == "plain, recompute")
     assert "attention" in plain.note  # what the figure lacks
@@ -126,8 +126,8 @@ def test_what_is_kept(every: Any) -> None:
 
 def test_goal_time_tries_less(x: torch.Tensor) -> None:
     advice = advise(Net(), x, goal="time", allow=["fast", hot.HotConfig(gx_bits=4)])
-    assert names(advice) == ["plain", "fast", "custom 1"]
-    assert [row.noisy for row in advice.rows] == [False, True, False]
+    rows = [(row.name, row.noisy) for row in advice.rows]
+    assert rows == [("plain", False), ("fast", True), ("custom 1", False)]
 
 
 def test_autocast(x: torch.Tensor) -> None:
@@ -157,9 +157,8 @@ def test_no_cast_of_another_weight_stays(x: torch.Tensor) -> None:
 
 def test_a_layer_alone(x: torch.Tensor) -> None:
     layer = nn.Linear(WIDTH, WIDTH)
-    advice = advise(layer, x)
+    assert names(advise(layer, x)) == [name for name in EAGER if "recompute" not in name]
     assert type(layer) is nn.Linear
-    assert names(advice) == [name for name in EAGER if "recompute" not in name]  # no blocks
 
 
 def test_batch_norms_are_not_recomputed(x: torch.Tensor) -> None:
@@ -185,11 +184,10 @@ def test_failures_are_rows(x: torch.Tensor) -> None:
     model = Net()
     up = model.blocks[0].up
     advice = advise(model, x, loss, goal="time", allow=["default", "fast", "accurate"])
-    notes = {row.name: row.note for row in advice.rows}
-    assert notes["default"] == "RuntimeError: no luck at all"
-    assert notes["fast"] == "out of memory"
+    notes = {row.name: row.note for row in advice.rows if not row.measured}
+    assert notes == {"default": "RuntimeError: no luck at all", "fast": "out of memory"}
     assert model.blocks[0].up is up
-    assert [row.name for row in advice.rows if row.measured] == ["plain", "accurate"]
+    assert names(advice) == ["plain", "default", "fast", "accurate"]
     assert "out of memory" in str(advice)
     json.loads(advice.to_json())
 
@@ -236,8 +234,7 @@ def test_bad_arguments(x: torch.Tensor) -> None:
         advise(nn.Sequential(nn.LayerNorm(WIDTH)), x)
     compiled = Net()
     compiled.blocks[0].compile(backend="eager")
-    with pytest.raises(ValueError, match="model: compiled; pass it before"):
-        advise(compiled, x)
+    refused(lambda: advise(compiled, x), "model: compiled; pass it before")
 
 
 # ---- time ----
@@ -315,10 +312,10 @@ def test_table_and_json() -> None:
     assert lines[4].split() == ["b", "out", "of", "memory"]
     assert [row.name for row in advice.pareto] == ["plain, budget"]
     content = json.loads(advice.to_json())
-    assert content["best"] == "plain, budget" and content["memory"] == "peak"
+    assert (content["best"], content["memory"]) == ("plain, budget", "peak")
     assert content["pareto"] == ["plain, budget"]
-    assert content["rows"][2]["measured"]["kept_bytes"] == 600
-    assert content["rows"][3]["measured"] is None
+    measured = [row["measured"] for row in content["rows"]]
+    assert measured[2]["kept_bytes"] == 600 and measured[3] is None
 
 
 @pytest.mark.parametrize(
@@ -382,10 +379,8 @@ def test_the_code_runs(every: Any) -> None:
         assert taken == ["recompute" in row.name, row.name.endswith("recompute")]
         report = getattr(model, "hot_report", None)
         if report:
-            config = hot.HotConfig.recipe(
-                row.name.split(",")[0].removesuffix("+int8"),
-                forward="int8" if "int8" in row.name else "plain",
-            )
+            recipe, forward = row.name.split(",")[0].removesuffix("+int8"), "int8" in row.name
+            config = hot.HotConfig.recipe(recipe, forward="int8" if forward else "plain")
             assert {layer.config for layer in report.converted} == {config}
     assert advice.rows[0].code == ""
 
@@ -403,16 +398,14 @@ def test_names_of_blocks(x: torch.Tensor) -> None:
     def taken(row: Any) -> bool:
         return row.name == "plain, recompute"
 
-    model = Two()
-    rows = advise(model, x, allow=["default"]).rows
+    rows = advise(model := Two(), x, allow=["default"]).rows
     (row,) = filter(taken, rows)
-    assert row.code == ("hot.recompute([*model.first.blocks, *model.get_submodule('stages.a-b')])")
+    assert row.code == "hot.recompute([*model.first.blocks, *model.get_submodule('stages.a-b')])"
     run(row.code, model)
     assert all("forward" in vars(block) for block in model.modules() if type(block) is Block)
     half = next(row for row in rows if row.name == "plain, recompute half")
-    assert half.code == (
-        "hot.recompute([*model.first.blocks[:1], *model.get_submodule('stages.a-b')[:1]])"
-    )
+    parts = "*model.first.blocks[:1], *model.get_submodule('stages.a-b')[:1]"
+    assert half.code == f"hot.recompute([{parts}])"
     run(half.code, Two())
     (row,) = filter(taken, advise(nn.Sequential(Block(), Block()), x, allow=["default"]).rows)
     assert row.code == "hot.recompute(model)"
@@ -427,8 +420,7 @@ def test_compiled(blocks: bool, x: torch.Tensor) -> None:
     advice = advise(model, x, compiled={"backend": "aot_eager"}, allow=["default"])
     assert names(advice)[:3] == ["plain", "default", "plain, budget 0.5"]
     assert names(advice)[-1] == "default, budget 0.5"
-    failed = {row.name: row.note for row in advice.rows if not row.measured}
-    assert not failed
+    assert all(row.measured for row in advice.rows), advice
     assert [set(vars(module)) for module in model.modules()] == before
     assert ("by blocks" if blocks else "whole") in advice.machine
     kept = {row.name: row.measured.kept_bytes for row in advice.rows}
@@ -454,7 +446,6 @@ def test_head_of_transformers() -> None:
     batch = {"input_ids": tokens, "labels": tokens}
     allow = ["default"]
     advice = advise(model, batch, lambda model, batch: model(**batch).loss, allow=allow)
-    assert "default, head" in names(advice)
     rows = {row.name: row for row in advice.rows}
     assert "head=True)" in rows["default, head"].code
     kept = {name: row.measured.kept_bytes for name, row in rows.items() if row.measured}
@@ -463,9 +454,8 @@ def test_head_of_transformers() -> None:
     exec(rows["plain, head"].code, {"model": (own := copy.deepcopy(model)), "hot": hot})
     assert own.hot_report.head and not own.hot_report.converted
     assert model(**batch).logits.shape == (4, 32, 512)  # as it was
-    assert not any(
-        "head" in name for name in names(advise(model, batch, allow=allow))
-    )  # its logits are used
+    advice = advise(model, batch, allow=allow)  # its logits are used
+    assert not any("head" in name for name in names(advice))
 
 
 def test_one_line_of_convert_is_enough(x: torch.Tensor) -> None:

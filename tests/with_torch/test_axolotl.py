@@ -23,7 +23,7 @@ import pytest
 import torch
 from hotcore.torch.frozen import HotFrozenLinear
 from support import without_broken_torchvision
-from torch_graphs import causal
+from torch_graphs import causal, imported
 
 pydantic = pytest.importorskip("pydantic")
 with without_broken_torchvision():
@@ -109,8 +109,7 @@ def test_full_fine_tuning(plugin: Any) -> None:
 
 @pytest.mark.parametrize("bits", [True, "int4"])
 def test_adapters_on_a_frozen_base(plugin: Any, bits: bool | str) -> None:
-    with without_broken_torchvision():
-        peft = pytest.importorskip("peft")
+    peft = imported("peft")
     cfg = DictDefault(adapter="lora", hot_freeze=bits, hot_config={"forward": "int8"})
     plugin.register(cfg)
     cfg = validated(plugin, cfg)

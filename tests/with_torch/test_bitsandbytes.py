@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import cosine, without_broken_torchvision
+from support import cosine, refused
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -18,6 +18,7 @@ import hotcore.torch as hot
 from hotcore import paper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_graphs import imported
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -55,16 +56,14 @@ def gx_of(layer: nn.Module, x: torch.Tensor, gy: torch.Tensor) -> tuple[torch.Te
 
 def test_convert_and_revert() -> None:
     model = Model()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value.tolist() for name, value in model.state_dict().items()}
     report = hot.convert(model).hot_report
     rows = {layer.name: layer for layer in report.converted}
     kinds = {"first": "Linear", "up": "Linear8bitLt", "down": "Linear8bitLt"}
     assert {name: row.kind for name, row in rows.items()} == kinds
     assert rows["up"].bytes_per_value == 0 and "nothing (weight frozen)" in str(report)
     assert isinstance(model.up, bnb.nn.Linear8bitLt)
-    assert {k: v.tolist() for k, v in model.state_dict().items()} == {
-        k: v.tolist() for k, v in state.items()
-    }
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == state
     hot.revert(model)
     assert type(model.up) is bnb.nn.Linear8bitLt
     # On CUDA there is no measurement to go by; it is converted, for memory.
@@ -113,15 +112,11 @@ def test_nothing_is_kept() -> None:
 
 
 def test_eval_no_grad_and_compile() -> None:
-    model = Model()
+    model, x = Model(), torch.randn(16, 64)
     plain = copy.deepcopy(model)
     hot.convert(model)
-    x = torch.randn(16, 64)
-    model.eval()
-    plain.eval()
-    a, b = (m(x).sum() for m in (model, plain))
-    a.backward()
-    b.backward()
+    for each in (model, plain):
+        each.eval()(x).sum().backward()
     assert torch.equal(model.first.weight.grad, plain.first.weight.grad)  # plain in eval mode
     model.train()
     plain.train()
@@ -132,8 +127,7 @@ def test_eval_no_grad_and_compile() -> None:
     torch.manual_seed(3)
     compiled(x).sum().backward()
     assert 0.99 < cosine(model.first.weight.grad.numpy(), plain.first.weight.grad.numpy()) < 1
-    with pytest.raises(RuntimeError, match="^layer up: "):
-        model.up(torch.randn(16, 5, requires_grad=True))
+    refused(lambda: model.up(torch.randn(16, 5, requires_grad=True)), "^layer up: ", RuntimeError)
 
 
 def test_a_reentrant_checkpoint_repeats_the_random_numbers_behind_it() -> None:
@@ -148,8 +142,7 @@ def test_a_reentrant_checkpoint_repeats_the_random_numbers_behind_it() -> None:
 
 
 def test_a_bias_alone_is_trained() -> None:
-    model = nn.Sequential(linear8())
-    hot.convert(model, filter_fn=lambda module, name: True)
+    model = hot.convert(nn.Sequential(linear8()), filter_fn=lambda module, name: True)
     model[0].bias.requires_grad_(True)
     model(torch.randn(16, 128)).sum().backward()
     assert torch.allclose(model[0].bias.grad, torch.tensor(16.0))
@@ -165,10 +158,9 @@ def test_4bit(options: dict) -> None:
     assert type(model.up).__name__ == type(model.down).__name__ == "HotLinear4bit"
     assert isinstance(model.up, bnb.nn.Linear4bit) and set(model.state_dict()) == state
     x = torch.randn(64, 64)
-    a, b = model(x), plain(x)
-    assert torch.equal(a, b)
-    a.sum().backward()
-    b.sum().backward()
+    outputs = [each(x) for each in (model, plain)]
+    assert torch.equal(*outputs)
+    sum(outputs).sum().backward()
     ours, exact = model.first.weight.grad, plain.first.weight.grad
     assert 0.99 < cosine(ours.numpy(), exact.numpy()) < 1
     hot.revert(model)
@@ -184,8 +176,7 @@ def test_what_stays_plain() -> None:
     reasons = {row.name: row.reason for row in report.skipped}
     assert reasons["0"].startswith("bitsandbytes' Linear4bit, which keeps nothing of x either")
     assert reasons["1"] == "bitsandbytes' Linear8bitLt with has_fp16_weights"
-    with pytest.raises(ValueError, match="(?s)no layer can be .*: bitsandbytes' Linear4bit, wh"):
-        hot.convert(four)
+    refused(lambda: hot.convert(four), "(?s)no layer can be .*: bitsandbytes' Linear4bit, wh")
     with pytest.raises(ValueError, match="no layer of it is converted"):  # nothing to measure
         hot.NoiseMonitor(nn.ModuleList([model[2]]))
     with pytest.raises(ValueError, match="no layer to measure"):
@@ -196,8 +187,7 @@ def test_what_stays_plain() -> None:
 @pytest.mark.parametrize("make", [linear8, linear4])
 @pytest.mark.parametrize("first", ["peft", "hot"])
 def test_lora(first: str, make: Callable[..., nn.Module]) -> None:
-    with without_broken_torchvision():
-        peft = pytest.importorskip("peft")
+    peft = imported("peft")
     model = Model(make)
     x = torch.randn(32, 64)
 
@@ -210,8 +200,7 @@ def test_lora(first: str, make: Callable[..., nn.Module]) -> None:
     model = peft.get_peft_model(model, lora)
     if first == "peft":
         hot.convert(model, filter_fn=chosen)
-    base = model.base_model.model.up.base_layer
-    assert type(base).__name__ == f"Hot{type(make()).__name__}"
+    assert type(model.base_model.model.up.base_layer).__name__ == f"Hot{type(make()).__name__}"
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
     losses = []
     for _ in range(15):

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from hotcore import paper
 from hotcore.config import HotConfig
 from hotcore.paper.lqs import LayerErrors, Selection
-from support import without_broken_torchvision
+from support import refused
 from torch import nn
+from torch_graphs import conv1d
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -67,8 +68,7 @@ def calibrated(gy: torch.Tensor, **options: object) -> LayerErrors:
 
 def test_layers_are_those_that_convert_takes(plan: Selection) -> None:
     assert [layer.name for layer in plan.layers] == ["up", "down"]
-    assert plan.batches == 2
-    assert plan.config == HotConfig.recipe("paper")
+    assert (plan.batches, plan.config) == (2, HotConfig.recipe("paper"))
     for layer in plan.layers:
         assert set(layer.gx_error) == {"tensor", "token"}
         assert set(layer.gw_error) == {"tensor", "channel", "token"}
@@ -85,9 +85,8 @@ def test_errors_are_those_of_the_real_backward() -> None:
     for scale in ("tensor", "token"):
         config = HotConfig.recipe("default", gx_scale=scale)
         (layer,) = paper.calibrate(model, [x], lambda m, b: m(b), config).layers
-        gx, _, _ = hotcore.backward_linear(
-            gy, model.layer.weight.detach(), None, config=config, need="gx", key=1
-        )
+        operands = gy, model.layer.weight.detach(), None
+        gx, _, _ = hotcore.backward_linear(*operands, config=config, need="gx", key=1)
         real = float((gx - exact).square().sum() / exact.square().sum())
         assert 0.4 * real < layer.gx_error[scale] < 1.3 * real
 
@@ -171,15 +170,12 @@ def test_convolutions(recipe: str) -> None:
 
 
 def test_conv1d_of_transformers() -> None:
-    with without_broken_torchvision():
-        conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    model = nn.Sequential(conv1d(96, 64), conv1d(64, 96))
+    model = nn.Sequential(conv1d(64, 96), conv1d(96, 64))
     plan = paper.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())
     assert [layer.name for layer in plan.layers] == ["0", "1"]
     report = hot.convert(model, "paper", overrides=plan.overrides("paper", model)).hot_report
-    assert [layer.config.gx_scale for layer in report.converted] == [
-        layer.fields["gx_scale"] for layer in plan.layers
-    ]
+    scales = [layer.fields["gx_scale"] for layer in plan.layers]
+    assert [layer.config.gx_scale for layer in report.converted] == scales
 
 
 def test_selection_is_applied(plan: Selection) -> None:
@@ -195,13 +191,11 @@ def test_selection_is_applied(plan: Selection) -> None:
 def test_same_seed_same_plan(batches: list[torch.Tensor]) -> None:
     model = Net()
     plans = [paper.calibrate(model, batches, loss_of, seed=seed) for seed in (1, 1, 2)]
-    assert plans[0] == plans[1]
-    assert plans[0] != plans[2]
+    assert plans[0] == plans[1] != plans[2]
 
 
 def test_converted_model_and_filter(batches: list[torch.Tensor]) -> None:
-    model = Net()
-    hot.convert(model, filter_fn=lambda module, name: name == "down")
+    model = hot.convert(Net(), filter_fn=lambda module, name: name == "down")
     assert [layer.name for layer in paper.calibrate(model, batches, loss_of).layers] == ["down"]
     plan = paper.calibrate(Net(), batches, loss_of, filter_fn=lambda module, name: name == "head")
     assert [layer.name for layer in plan.layers] == ["head"]
@@ -253,13 +247,11 @@ def test_plot(plan: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        plan.plot(tmp_path / "plan.png")
+    refused(lambda: plan.plot(tmp_path / "plan.png"), "pip install matplotlib", ImportError)
 
 
 def test_without_gradients(batches: list[torch.Tensor]) -> None:
-    with pytest.raises(ValueError, match="loss_fn: "):
-        paper.calibrate(Net(), batches, lambda m, b: loss_of(m, b).item())
+    refused(lambda: paper.calibrate(Net(), batches, lambda m, b: loss_of(m, b).item()), "loss_fn: ")
     with pytest.raises(ValueError, match="no gradient reached up, down"):
         paper.calibrate(Net(), batches, lambda m, b: m.head(b).sum())
 

@@ -13,11 +13,12 @@ from hotcore.torch.layers.modules import is_pointwise
 from hotcore.torch.ops import codes, conv, core
 from support import nbytes, saved_tensors
 from torch import nn
-from torch_graphs import Graphs
+from torch_graphs import Graphs, drawn
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")
-
+FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
+"""Memory formats by whether the channels are last."""
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -39,11 +40,8 @@ def any_conv(rng: np.random.Generator, mode: str, padding: str) -> tuple[nn.Conv
     )
     height, width = (int(side) for side in rng.integers(8, 20, 2))
     x = torch.randn(int(rng.integers(1, 5)), inputs, height, width)
-    if rng.random() < 0.5:
-        x = x.contiguous(memory_format=torch.channels_last)
-    if rng.random() < 0.5:
-        plain = plain.to(memory_format=torch.channels_last)
-    return plain, x.requires_grad_()
+    x = x.contiguous(memory_format=FORMATS[bool(rng.random() < 0.5)])
+    return plain.to(memory_format=FORMATS[bool(rng.random() < 0.5)]), x.requires_grad_()
 
 
 def grads(module: nn.Module, x: torch.Tensor, gy: torch.Tensor) -> list[torch.Tensor]:
@@ -91,11 +89,8 @@ def test_torch_s_backward_of_the_restored_x(
     options = {"padding": (1, 2), "dilation": (1, 2), "groups": groups, "padding_mode": mode}
     for x_last, weight_last in itertools.product((False, True), repeat=2):
         plain = nn.Conv2d(16, 32, kernel, (2, 1), **options).to(dtype)
-        x = torch.randn(3, 16, 9, 10, dtype=dtype)
-        if x_last:
-            x = x.contiguous(memory_format=torch.channels_last)
-        if weight_last:
-            plain = plain.to(memory_format=torch.channels_last)
+        plain = plain.to(memory_format=FORMATS[weight_last])
+        x = torch.randn(3, 16, 9, 10, dtype=dtype).contiguous(memory_format=FORMATS[x_last])
         x.requires_grad_()
         module = hot.HotConv2d.from_conv(copy.deepcopy(plain), config)
         torch.manual_seed(4)
@@ -131,10 +126,7 @@ def test_under_autocast() -> None:
     """Backward is in autocast's dtype, and padded pixels add up in x's, as with plain autocast."""
     for mode, last, inside in itertools.product(MODES, (False, True), (False, True)):
         plain = nn.Conv2d(16, 24, 3, padding=1, padding_mode=mode)
-        x = torch.randn(2, 16, 9, 10)
-        if last:
-            x = x.contiguous(memory_format=torch.channels_last)
-        x.requires_grad_()
+        x = torch.randn(2, 16, 9, 10).contiguous(memory_format=FORMATS[last]).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(x)
             y = (module := hot.HotConv2d.from_conv(copy.deepcopy(plain), "accurate"))(x)
@@ -155,16 +147,11 @@ def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
     module = hot.HotConv2d(32, 24, 1, stride, bias=False, config=config)
     torch.manual_seed(8)
     (gw,) = torch.autograd.grad(module(x), module.weight, gy)
-    torch.manual_seed(8)
-    key = hotcore.Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
-    expected = hotcore.backward_linear(
-        gy.permute(0, 2, 3, 1).reshape(-1, 24),
-        None,
-        x[:, :, ::stride, ::stride].permute(0, 2, 3, 1).reshape(-1, 32),
-        config=HotConfig.recipe("paper", token_grid=(12 // stride, 20 // stride)),
-        need="gw",
-        key=key,
-    )
+    (key,) = drawn(8, 1)
+    rows = gy.permute(0, 2, 3, 1).reshape(-1, 24)
+    pixels = x[:, :, ::stride, ::stride].permute(0, 2, 3, 1).reshape(-1, 32)
+    config = HotConfig.recipe("paper", token_grid=(12 // stride, 20 // stride))
+    expected = hotcore.backward_linear(rows, None, pixels, config=config, need="gw", key=key)
     assert torch.equal(gw[:, :, 0, 0], expected.gw)
 
 
@@ -178,11 +165,8 @@ def test_pointwise_is_a_linear_layer_over_pixels(
     plain = nn.Conv2d(24, 40, 1, stride)
     layer = hot.HotLinear(24, 40, config=config)
     layer.load_state_dict({"weight": plain.weight.detach()[:, :, 0, 0], "bias": plain.bias})
-    x = torch.randn(size[0], 24, *size[1:])
-    if channels_last:
-        x = x.contiguous(memory_format=torch.channels_last)
-        plain = plain.to(memory_format=torch.channels_last)
-    module = hot.HotConv2d.from_conv(plain, config)
+    x = torch.randn(size[0], 24, *size[1:]).contiguous(memory_format=FORMATS[channels_last])
+    module = hot.HotConv2d.from_conv(plain.to(memory_format=FORMATS[channels_last]), config)
     gy = torch.randn_like(module(x))
     torch.manual_seed(3)
     got = grads(module, x.requires_grad_(), gy)
@@ -223,8 +207,7 @@ def test_bytes_saved(recipe: str, kernel: int, bound: float, channels_last: bool
     plain = nn.Conv2d(64, 32, kernel, padding=kernel // 2)
     module = hot.HotConv2d.from_conv(copy.deepcopy(plain), recipe)
     x = torch.randn(4, 64, 28, 28, requires_grad=True) * 1
-    if channels_last:
-        x = x.contiguous(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=FORMATS[channels_last])
     with saved_tensors() as kept:
         module(x)
     assert nbytes(kept) / x.numel() <= bound
@@ -268,9 +251,7 @@ def test_compiled_layers_with_one_x_keep_it_once() -> None:
 @pytest.mark.parametrize(("kernel", "recipe"), [(1, "paper"), (3, "default")])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_operators(kernel: int, recipe: str, channels_last: bool) -> None:
-    x = torch.randn(2, 8, 10, 12)
-    if channels_last:
-        x = x.contiguous(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 10, 12).contiguous(memory_format=FORMATS[channels_last])
     weight, seed = torch.randn(16, 8, kernel, kernel), torch.tensor(11)
     window = ((kernel, kernel), (2, 1), (0, 0, 0, 0), (1, 1), "zeros", 1)
     config = HotConfig.recipe(recipe).json
@@ -297,7 +278,7 @@ def test_cuda_equals_cpu(recipe: str, dtype: torch.dtype, kernel: int) -> None:
     results = []
     for device in ("cpu", "cuda"):
         for channels_last in (False, True):
-            fmt = torch.channels_last if channels_last else torch.contiguous_format
+            fmt = FORMATS[channels_last]
             ours, there, g = (t.to(device, memory_format=fmt) for t in (plain, x.clone(), gy))
             module = hot.HotConv2d.from_conv(ours, recipe)
             torch.manual_seed(11)

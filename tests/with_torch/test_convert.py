@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import hotcore
 import hotcore.torch as hot
@@ -71,9 +72,8 @@ def test_default_filter() -> None:
     assert hot.convert(model, "fast") is model
     report = model.hot_report
     assert names(report) == CONVERTED
-    reasons = reasons_of(report)
     few = dict.fromkeys(("blocks.0.small", "blocks.1.small"), f"fewer than {MIN_FEATURES} features")
-    assert reasons == {**few, "head": "the output head"}
+    assert reasons_of(report) == {**few, "head": "the output head"}
     assert type(model.blocks[0].qkv) is hot.HotLinear
     assert model.blocks[0].qkv.config == HotConfig.recipe("fast")
     assert type(model.head) is nn.Linear
@@ -109,6 +109,11 @@ def test_revert() -> None:
     with pytest.warns(UserWarning, match="revert: model: no layer of it is converted"):
         assert hot.revert(model) is model
     assert hot.convert(model).hot_report.converted
+    layer = nn.Linear(64, 64)  # the root itself
+    content = set(vars(layer))
+    assert hot.convert(layer) is layer and type(layer) is hot.HotLinear
+    assert "(root)" in str(layer.hot_report)
+    assert hot.revert(layer) is layer and type(layer) is nn.Linear and set(vars(layer)) == content
 
 
 def test_filter_fn() -> None:
@@ -165,8 +170,7 @@ def test_filter_that_matches_nothing() -> None:
 
 
 def test_twice_is_refused() -> None:
-    model = Model()
-    hot.convert(model, "fast", filter_fn=lambda module, fqn: fqn.startswith("blocks.0"))
+    model = hot.convert(Model(), "fast", filter_fn=lambda module, fqn: fqn.startswith("blocks.0"))
     modules = list(model.modules())
     with pytest.raises(ValueError, match=r"converted \(blocks.0.qkv, blocks.0.proj.*revert"):
         hot.convert(model, "default")
@@ -178,17 +182,13 @@ def test_twice_is_refused() -> None:
 
 
 def test_weight_tied_to_an_embedding() -> None:
-    model = Model(tied=True)
-    report = hot.convert(model).hot_report
-    reasons = reasons_of(report)
-    assert reasons["head"] in ("the output head", "its weight is an embedding's")
+    head = reasons_of(hot.convert(Model(tied=True)).hot_report)["head"]
+    assert head in ("the output head", "its weight is an embedding's")
     model = Model(tied=True)
     model.final = nn.Linear(64, 64)  # the head is no longer the last layer
     report = hot.convert(model).hot_report
-    reasons = reasons_of(report)
-    assert reasons["head"] == "its weight is an embedding's"
-    assert model.head.weight is model.embed.weight
-    assert "final" in names(report)
+    assert reasons_of(report)["head"] == "its weight is an embedding's"
+    assert model.head.weight is model.embed.weight and "final" in names(report)
 
 
 @pytest.mark.parametrize("name", sorted(HEAD_NAMES))
@@ -212,34 +212,23 @@ def test_subclasses_are_left_alone() -> None:
     class Mine(nn.MultiheadAttention):
         pass
 
-    attention = Mine(64, 4)
-    plain = nn.Linear(64, 64)
-    model = nn.ModuleDict({"special": Special(64, 64), "attention": attention, "plain": plain})
+    layers = {"special": Special(64, 64), "attention": Mine(64, 4), "plain": nn.Linear(64, 64)}
     for filter_fn in (None, lambda module, fqn: True):
-        report = hot.convert(copy.deepcopy(model), filter_fn=filter_fn).hot_report
-        reasons = reasons_of(report)
-        assert reasons["special"] == "a subclass of Linear (Special)"
-        assert reasons["attention"] == "a subclass of MultiheadAttention (Mine)"
-        assert "attention.out_proj" not in reasons  # the attention's own
+        model = nn.ModuleDict(copy.deepcopy(layers))
+        report = hot.convert(model, filter_fn=filter_fn).hot_report
         assert names(report) == ["plain"]
+        assert reasons_of(report) == {  # without the attention's own out_proj
+            "special": "a subclass of Linear (Special)",
+            "attention": "a subclass of MultiheadAttention (Mine)",
+        }
 
 
 def test_shared_module_is_replaced_everywhere() -> None:
-    shared = nn.Linear(64, 64)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    report = hot.convert(model).hot_report
-    assert len(report.converted) == 1
+    model = nn.Sequential(shared := nn.Linear(64, 64), nn.ReLU(), shared)
+    assert len(hot.convert(model).hot_report.converted) == 1
     assert model[0] is model[2] and type(model[0]) is hot.HotLinear
     hot.revert(model)
     assert model[0] is model[2] and type(model[0]) is nn.Linear
-
-
-def test_root_linear() -> None:
-    layer = nn.Linear(64, 64)
-    content = set(vars(layer))
-    assert hot.convert(layer) is layer and type(layer) is hot.HotLinear
-    assert "(root)" in str(layer.hot_report)
-    assert hot.revert(layer) is layer and type(layer) is nn.Linear and set(vars(layer)) == content
 
 
 def test_report_prints_as_a_table() -> None:
@@ -276,13 +265,6 @@ def test_report_prints_as_a_table() -> None:
     assert "default filter" not in str(hot.convert(body, overrides={"0": None}).hot_report)
 
 
-def test_bad_config() -> None:
-    refused(lambda: hot.convert(Model(), 3), "config: ", TypeError)
-    refused(lambda: hot.convert(Model(), "quick"), "config: 'quick'")
-    with pytest.raises(TypeError, match="filter_fn: .* function, got dict; did you mean overrides"):
-        hot.convert(Model(), "default", {"0": "fast"})
-
-
 def test_fields_as_arguments() -> None:
     """They replace the configuration's, for all layers; overrides replace more of them."""
     config = HotConfig.recipe("accurate", gx_bits=4)
@@ -291,7 +273,11 @@ def test_fields_as_arguments() -> None:
         expected = dataclasses.replace(hotcore.config.as_config(base), forward="int8")
         assert hot.report(model).config == model.blocks[0].qkv.config == expected
         assert model.blocks[0].proj.config == dataclasses.replace(expected, rank=8)
+    no_filter = "filter_fn: .* function, got dict; did you mean overrides"
     for fields, error, message in (
+        ({"config": 3}, TypeError, "config: "),
+        ({"config": "quick"}, ValueError, "config: 'quick'"),
+        ({"filter_fn": {"0": "fast"}}, TypeError, no_filter),
         ({"forwrd": "int8"}, TypeError, "^convert: unexpected argument 'forwrd'; .* 'forward'"),
         ({"filter": every}, TypeError, "convert: unexpected argument 'filter'; .*'filter_fn'"),
         ({"forward": "int9"}, ValueError, "^forward: 'int9' is not one of 'plain', 'int8'"),
@@ -323,21 +309,16 @@ def test_overrides_leave_out() -> None:
     model = Model()
     overrides = {"*.proj": None, "blocks.1.*": "fast"}  # the last counts
     report = hot.convert(model, overrides=overrides).hot_report
-    assert names(report) == ["blocks.0.qkv", *names_of("blocks.1")]
+    assert names(report) == ["blocks.0.qkv", *CONVERTED[2:]]
     skipped = reasons_of(report)
     assert skipped["blocks.0.proj"] == "left out by overrides"
     assert skipped["head"] == "the output head"  # what the rule says comes first
     with pytest.raises(ValueError, match="(?s)no layer can be converted.*left out by over"):
         hot.convert(Model(), overrides={"blocks.*": None})
     # Layers that are converted already may be left out of the next call.
-    twin = Model()
-    hot.convert(twin, overrides={"blocks.0.*": None})
+    twin = hot.convert(Model(), overrides={"blocks.0.*": None})
     more = hot.convert(twin, "fast", overrides={"blocks.1.*": None}).hot_report
-    assert [layer.name for layer in more.converted] == names_of("blocks.0")
-
-
-def names_of(block: str) -> list[str]:
-    return [f"{block}.{part}" for part in ("qkv", "proj")]
+    assert names(more) == CONVERTED[:2]
 
 
 @pytest.mark.parametrize(
@@ -355,8 +336,7 @@ def names_of(block: str) -> list[str]:
 )
 def test_bad_overrides(overrides: dict, error: type[Exception], message: str) -> None:
     model = Model()
-    with pytest.raises(error, match=message):
-        hot.convert(model, overrides=overrides)
+    refused(lambda: hot.convert(model, overrides=overrides), message, error)
     assert not any(isinstance(module, hot.HotLinear) for module in model.modules())
 
 
@@ -433,11 +413,9 @@ def test_on_cuda_1x1_kernels_of_full_rank_keep_torch_s_products() -> None:
 
 
 def test_parametrised_after_convert() -> None:
-    model = Model()
-    hot.convert(model)
+    model = hot.convert(Model())
     nn.utils.parametrizations.weight_norm(model.blocks[0].qkv)
-    with pytest.raises(ValueError, match="blocks.0.qkv is now a ParametrizedHotLinear; undo"):
-        hot.revert(model)
+    refused(lambda: hot.revert(model), "blocks.0.qkv is now a ParametrizedHotLinear; undo")
     nn.utils.parametrize.remove_parametrizations(model.blocks[0].qkv, "weight")
     assert type(hot.revert(model).blocks[0].qkv) is nn.Linear
 
@@ -485,19 +463,12 @@ class OnlyPast(nn.Module):
         return self.proj((x @ self.q.weight.t()) * torch.matmul(x, self.k.weight))
 
 
-def hidden(model: nn.Module, name: str) -> None:
-    """Use the layer's weight in a way that the parent's code does not show."""
-    layer = model.get_submodule(name)
-    model.register_forward_hook(lambda m, args, y: y + nn.functional.linear(args[0], layer.weight))
-
-
 def test_layers_whose_weight_is_used_without_them() -> None:
     x = torch.randn(2, 8, 64)
     never = "never called: its weight is multiplied without it, as in F.linear(x, layer.weight)"
     # The code of their parents shows it.
     report = hot.convert(OnlyPast()).hot_report
-    assert reasons_of(report) == {"q": never, "k": never}
-    assert names(report) == ["proj"]
+    assert (names(report), reasons_of(report)) == (["proj"], {"q": never, "k": never})
     # The code calls it in a branch: only a forward pass can tell which.
     report = hot.convert(Past()).hot_report
     assert names(report) == ["qkv", "proj"]
@@ -509,10 +480,11 @@ def test_layers_whose_weight_is_used_without_them() -> None:
     report = hot.convert(Past(separate=True), inputs=x).hot_report
     assert names(report) == ["qkv", "proj"]
     assert not [layer.note for layer in report.converted if layer.note]
-    # Both, and not at all.
+    # Both, in a way that the parent's code does not show, and not at all.
     model = nn.ModuleDict({"used": nn.Linear(64, 64), "unused": nn.Linear(64, 64)})
     model.forward = lambda x: model["used"](x)
-    hidden(model, "used")
+    used = model["used"]
+    model.register_forward_hook(lambda m, args, y: y + nn.functional.linear(args[0], used.weight))
     notes = {layer.name: layer.note for layer in hot.convert(model, inputs=x).hot_report.converted}
     plain = "its weight is also multiplied without it, plain"
     assert notes == {"used": plain, "unused": "not called with these inputs"}
@@ -611,8 +583,7 @@ def test_shares_of_parameters_and_multiply_adds() -> None:
     assert report.parameter_count == every
     assert report.parameter_share == 2 * (block + 192 + 64) / every
     total = tokens * (2 * (block + 64 * 8) + 64 * 50)
-    assert report.macs == total
-    assert report.mac_share == tokens * 2 * block / total
+    assert (report.macs, report.mac_share) == (total, tokens * 2 * block / total)
     share = f"{report.parameter_share:.1%} of the model's parameters and do {report.mac_share:.1%}"
     assert f"they hold {share} of its forward pass's multiply-adds" in str(report)
     assert report.converted[0].macs == tokens * 64 * 192
@@ -623,8 +594,7 @@ def test_inputs_as_the_model_takes_them() -> None:
     tokens = torch.randint(50, (2, 20))
     for inputs in (tokens, (tokens,), {"tokens": tokens}):
         assert hot.convert(Model(), inputs=inputs).hot_report.mac_share > 0.8
-    conv = ConvNet()
-    report = hot.convert(conv, inputs=torch.randn(2, 3, 32, 32)).hot_report
+    report = hot.convert(ConvNet(), inputs=torch.randn(2, 3, 32, 32)).hot_report
     macs = {layer.name: layer.macs for layer in report.layers}
     assert macs["stem"] == 2 * 64 * 16 * 16 * 3 * 49
     assert macs["down"] == 2 * 96 * 8 * 8 * 64
@@ -649,23 +619,18 @@ def test_attention_counts() -> None:
 
 
 def test_matrices_that_are_not_taken() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.randn(4, 128, 64))
-            self.position = nn.Parameter(torch.randn(1, 197, 64))  # no stack
-
-    layers = {"experts": Experts(), "lstm": nn.LSTM(64, 96), "up": nn.ConvTranspose2d(64, 96, 2)}
+    experts = nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.randn(4, 128, 64))
+    experts.position = nn.Parameter(torch.randn(1, 197, 64))  # no stack
+    layers = {"experts": experts, "lstm": nn.LSTM(64, 96), "up": nn.ConvTranspose2d(64, 96, 2)}
     layers |= {"line": nn.Conv1d(64, 96, 3), "plain": nn.Linear(64, 64)}
-    model = nn.ModuleDict(layers)
-    report = hot.convert(model).hot_report
+    report = hot.convert(nn.ModuleDict(layers)).hot_report
     rows = {row.name: row for row in report.unsupported}
     assert list(rows) == ["experts.gate_up_proj", "lstm", "up", "line"]
     assert "a stack of 4 matrices in one Parameter (experts)" in rows["experts.gate_up_proj"].reason
     assert (rows["lstm"].in_features, rows["lstm"].out_features) == (64, 96)
     assert rows["line"].reason == "nn.Conv1d is not a kind of layer that HOT supports"
-    text = str(report)
-    assert all(name in text for name in rows)
+    assert all(name in str(report) for name in rows)
     with pytest.raises(ValueError, match=r"(?s)no layer.*no nn.Linear.*0  LSTM .*nn.LSTM is not"):
         hot.convert(nn.Sequential(nn.LSTM(64, 64)))
 
@@ -743,8 +708,7 @@ def test_the_report_goes_along_with_the_model() -> None:
     assert copied.hot_report == report and copied.hot_report is not report
     assert pickle.loads(pickle.dumps(model)).hot_report == report
     assert torch.compile(model).hot_report is hot.report(nn.Sequential(model)) is report
-    with pytest.raises(ValueError, match=r"model: it has no report; call hot.convert\(model\)"):
-        hot.report(Model())
+    refused(lambda: hot.report(Model()), r"model: it has no report; call hot.convert\(model\)")
     assert torch.nn.utils.parametrize.is_parametrized(model) is False
     averaged = torch.optim.swa_utils.AveragedModel(model)
     assert averaged.module.hot_report == report
@@ -775,8 +739,7 @@ def test_a_wrong_token_grid_names_the_layer() -> None:
     model = hot.convert(Model(), config)
     assert 0.5 < hot.report(model).converted[0].bytes_per_value < 0.54
     refused(lambda: model(tokens), "layer blocks.0.qkv: .*x has 40 tokens")
-    conv = ConvNet()
-    hot.convert(conv)
+    conv = hot.convert(ConvNet())
     with pytest.raises(ValueError, match="layer conv: x: dtype float64"):
         conv.conv(torch.randn(1, 64, 4, 4, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="^layer blocks.1.qkv: .*mat1 and mat2 shapes"):
@@ -923,8 +886,7 @@ def test_a_model_on_cuda_without_the_backend_is_refused_at_once() -> None:
         model[1].weight = nn.Parameter(torch.empty(64, 64, device="cuda"))
     before = [type(module) for module in model.modules()]
     why = "model: it is on cuda:0; .*no CUDA backend.*HOT_CUDA=ON pip install"
-    with pytest.raises(NotImplementedError, match=why):
-        hot.convert(model)
+    refused(lambda: hot.convert(model), why, NotImplementedError)
     assert [type(module) for module in model.modules()] == before
     # One that is still on the CPU may be looked at.
     assert "no CUDA backend" in str(hot.convert(linears((4096, 4096)), device="cuda").hot_report)
@@ -1007,18 +969,11 @@ def calls_of_hooks(model: nn.Module) -> int:
     hook = getattr(model[1], "_hf_hook", None)
     if hook is None:
         return 0
-    seen = []
-    before = type(hook).pre_forward
-    type(hook).pre_forward = lambda self, module, *args, **kwargs: (
-        seen.append(module),
-        before(self, module, *args, **kwargs),
-    )[1]
-    try:
+    kind, before = type(hook), type(hook).pre_forward
+    with mock.patch.object(kind, "pre_forward", autospec=True, side_effect=before) as called:
         model[1](torch.randn(2, 64))
-    finally:
-        type(hook).pre_forward = before
-    assert all(module is model[1] for module in seen)
-    return len(seen)
+    assert all(call.args[1] is model[1] for call in called.call_args_list)
+    return called.call_count
 
 
 def test_converted_from_an_offloaded_model(seeded: None) -> None:
@@ -1219,8 +1174,7 @@ def test_what_torch_puts_around_layers(seeded: None) -> None:
         warnings.simplefilter("ignore")  # they are deprecated
         nn.utils.weight_norm(model[1])
         nn.utils.spectral_norm(model[3])
-    with pytest.raises(ValueError, match="its weight is computed, not a Parameter"):
-        hot.convert(model, "fast", every)
+    refused(lambda: hot.convert(model, "fast", every), "its weight is computed, not a Parameter")
     model = stack()
     nn.utils.parametrizations.weight_norm(model[1])
     report = hot.convert(model, "fast", every).hot_report

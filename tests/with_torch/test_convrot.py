@@ -7,6 +7,7 @@ comfy_kitchen/backends/eager/quantization.py:857-906, 915-918.
 
 import copy
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hotcore.torch.frozen.convrot import HotConvRotLinear
 from torch import nn
+from torch_graphs import every
 
 pytestmark = pytest.mark.usefixtures("seeded")
 GROUPS = (4, 16, 64, 256)
@@ -56,8 +58,7 @@ def frozen(ins: int = 512, outs: int = 96, group: int = 256, **fields: Any) -> A
     model = nn.Sequential(nn.Linear(ins, outs))
     weight = model[0].weight.detach().clone()
     config = hot.HotConfig(forward_block=group, **fields)
-    hot.convert(model, config, filter_fn=lambda module, name: True)
-    hot.freeze_int8(model, convrot=True)
+    hot.freeze_int8(hot.convert(model, config, filter_fn=every), convrot=True)
     return model, weight
 
 
@@ -68,9 +69,8 @@ def test_the_codes_are_convrots(group: int) -> None:
     assert set(state) == {*expected, "0.bias"}
     apart = (state["0.weight"].int() - expected["0.weight"].int()).abs()
     assert apart.max() <= 1 and apart.float().mean() < 1e-3  # ties of the rounding alone
-    torch.testing.assert_close(
-        state["0.weight_scale"], expected["0.weight_scale"], rtol=1e-6, atol=0
-    )
+    scales = state["0.weight_scale"], expected["0.weight_scale"]
+    torch.testing.assert_close(*scales, rtol=1e-6, atol=0)
     assert torch.equal(state["0.comfy_quant"], expected["0.comfy_quant"])
     values = dequantized(state, group, "0.")
     torch.testing.assert_close(model[0].dequantized(), values, rtol=0, atol=1e-6)
@@ -162,23 +162,18 @@ def test_plain_weights_thaw_and_revert() -> None:
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="it has no FSDP2 on the CPU")
-def test_fully_sharded(tmp_path: Path) -> None:
+def test_fully_sharded(mesh: Any) -> None:
     """``state_dict`` gathers, as without ConvRot."""
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     model, _ = frozen(128, 96, 64, forward="int8")
     before, x = model.state_dict(), torch.randn(16, 128)
     y = model(x)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-        assert torch.equal(model(x), y)
-        after = model.state_dict()
-        for key in ("0.weight", "0.weight_scale", "0.comfy_quant"):
-            assert torch.equal(after[key], before[key])
-    finally:
-        dist.destroy_process_group()
+    fully_shard(model, mesh=mesh)
+    assert torch.equal(model(x), y)
+    after = model.state_dict()
+    for key in ("0.weight", "0.weight_scale", "0.comfy_quant"):
+        assert torch.equal(after[key], before[key])
 
 
 def test_codes_without_a_rotation() -> None:
@@ -196,8 +191,7 @@ def tied(forward: str = "int8") -> Any:
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
     model[2].weight = model[0].weight
     config = hot.HotConfig(forward=forward, forward_block=64)
-    hot.convert(model, config, filter_fn=lambda module, name: True)
-    return hot.freeze_int8(model, convrot=True)
+    return hot.freeze_int8(hot.convert(model, config, filter_fn=every), convrot=True)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -224,35 +218,34 @@ def test_what_is_refused() -> None:
     before = model.state_dict()
     good = {**checkpoint(torch.randn(96, 128), 64, "0."), "0.bias": torch.zeros(96)}
 
-    def said(**fields: Any) -> Any:
-        return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+    def said(**fields: Any) -> dict[str, Any]:
+        text = json.dumps(fields).encode()
+        return {"0.comfy_quant": torch.tensor(list(text), dtype=torch.uint8)}
 
-    minus = good["0.weight"].clone()
+    def weight(codes: torch.Tensor) -> dict[str, Any]:
+        return {"0.weight": codes}
+
+    turned = functools.partial(said, format="int8_tensorwise", convrot=True)
+    q = good["0.weight"]
+    minus = q.clone()
     minus[3, 4] = -128
     bad = {
-        "format 'nvfp4'; expected 'int8_tensorwise'": {"0.comfy_quant": said(format="nvfp4")},
-        "convrot_groupsize 32; expected one of": {
-            "0.comfy_quant": said(format="int8_tensorwise", convrot=True, convrot_groupsize=32)
-        },
-        "groups of 256 do not divide 128": {
-            "0.comfy_quant": said(format="int8_tensorwise", convrot=True)
-        },
-        "expected the bytes of a JSON object": {"0.comfy_quant": said()[:1]},
-        r"codes \(96, 64\); expected \(96, 128\)": {"0.weight": good["0.weight"][:, :64]},
-        "weight of torch.int16; expected int8": {"0.weight": good["0.weight"].to(torch.int16)},
-        "weight of torch.float8_e4m3fn; expected int8": {
-            "0.weight": good["0.weight"].to(torch.float8_e4m3fn)
-        },
+        "format 'nvfp4'; expected 'int8_tensorwise'": said(format="nvfp4"),
+        "convrot_groupsize 32; expected one of": turned(convrot_groupsize=32),
+        "groups of 256 do not divide 128": turned(),
+        "expected the bytes of a JSON object": {"0.comfy_quant": said()["0.comfy_quant"][:1]},
+        r"codes \(96, 64\); expected \(96, 128\)": weight(q[:, :64]),
+        "weight of torch.int16; expected int8": weight(q.to(torch.int16)),
+        "weight of torch.float8_e4m3fn; expected int8": weight(q.to(torch.float8_e4m3fn)),
         r"weight_scale: shape \(2,\); expected one number": {"0.weight_scale": torch.ones(2)},
-        "a code is -128": {"0.weight": minus},
+        "a code is -128": weight(minus),
     }
     for message, change in bad.items():
         with pytest.raises(RuntimeError, match=message):
             model.load_state_dict({**good, **change})
     with pytest.raises(RuntimeError, match="expected int8 beside weight_scale and comfy_quant, or"):
         model.load_state_dict({k: v for k, v in good.items() if "comfy" not in k})
-    after = model.state_dict()
-    assert torch.equal(before["0.weight"], after["0.weight"])
+    assert torch.equal(before["0.weight"], model.state_dict()["0.weight"])
     layers = nn.Sequential(nn.Linear(128, 64), nn.Linear(100, 64), nn.Linear(128, 64))
     narrow = {"2": {"forward_block": 32}}
     hot.convert(layers, filter_fn=lambda module, name: True, overrides=narrow)

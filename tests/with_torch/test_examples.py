@@ -238,25 +238,17 @@ def test_trainer(main: Main, tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_trainer(main: Main, tmp_path: Path, capsys: Capture) -> None:
     needs("sklearn", "lightning")
-    callback = main("lightning_trainer", "--steps", "12", "--out", str(tmp_path))
-    assert callback.loop.steps == 12
+    assert main("lightning_trainer", "--steps", "12", "--out", str(tmp_path)).loop.steps == 12
     (table,) = tmp_path.rglob("metrics.csv")
-    columns = table.read_text().splitlines()[0].split(",")
-    assert {"hot/noise_gw/model.0", "loss"} <= set(columns)
+    assert {"hot/noise_gw/model.0", "loss"} <= set(table.read_text().splitlines()[0].split(","))
     assert "layers run HOT" in capsys.readouterr().out
 
 
 def output_of(command: list[str]) -> str:
     """Return a launcher's output. A time-out terminates it, because a kill leaves its workers."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-        cwd=EXAMPLES.parent,
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, cwd=EXAMPLES.parent, **pipes) as process:
         try:
             printed, errors = process.communicate(timeout=LIMIT)
         except BaseException:
@@ -270,10 +262,9 @@ def output_of(command: list[str]) -> str:
 def test_ddp(options: tuple[str, ...]) -> None:
     needs("sklearn")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    printed = output_of(
-        [*launcher, str(EXAMPLES / "ddp.py"), "--steps", "21", "--batch", "16", *options]
-    )
+    options = ("--steps", "21", "--batch", "16", *options)
+    printed = output_of([*launcher, str(EXAMPLES / "ddp.py"), *options])
     losses = losses_of(printed)
     assert len(losses) == 3 and losses[2] < 0.8 * losses[0]
-    assert f"2 processes, {'FSDP2' if options else 'DDP'}" in printed
+    assert f"2 processes, {'FSDP2' if '--fsdp' in options else 'DDP'}" in printed
     assert "6 of 8 layers run HOT" in printed

@@ -30,6 +30,7 @@ from hotcore.torch.ops import core
 from support import isas, output_of, running, saved_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_graphs import same
 
 SMALL, LARGE = 2, 6  # images of a step
 
@@ -84,10 +85,6 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tens
     return [value.clone() for value in kept]
 
 
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
-
-
 def digest(recipe: str = "default", steps: tuple[int, ...] = (SMALL, LARGE, SMALL)) -> str:
     """Results of a few steps from a seed, which other processes have to reach, too."""
     model, optimizer = make(recipe)
@@ -96,6 +93,24 @@ def digest(recipe: str = "default", steps: tuple[int, ...] = (SMALL, LARGE, SMAL
         plain_step(model, optimizer, count)
     bits = b"".join(value.numpy().tobytes() for value in state(model, optimizer))
     return hashlib.sha256(bits).hexdigest()
+
+
+def after_a_step() -> tuple[Any, ...]:
+    """A model and its optimizer, their state, what restores it, and the state a step later."""
+    model, optimizer = make()
+    torch.manual_seed(2)
+    plain_step(model, optimizer, SMALL)
+    before, seed = state(model, optimizer), torch.get_rng_state()
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def restore(weights: bool = True) -> None:
+        torch.set_rng_state(seed)
+        if weights:
+            model.load_state_dict(start[0])
+            optimizer.load_state_dict(copy.deepcopy(start[1]))
+
+    plain_step(model, optimizer, SMALL)
+    return model, optimizer, before, restore, state(model, optimizer)
 
 
 class Faults:
@@ -154,20 +169,12 @@ def out_of_memory() -> BaseException:
 def test_a_step_that_fails_anywhere(
     faults: Faults, seeded: None, error: Callable[[], BaseException]
 ) -> None:
-    model, optimizer = make()
-    torch.manual_seed(2)
-    plain_step(model, optimizer, SMALL)
-    before, seed = state(model, optimizer), torch.get_rng_state()
-    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    plain_step(model, optimizer, SMALL)
-    expected = state(model, optimizer)
+    model, optimizer, before, restore, expected = after_a_step()
 
     places = []
     stride = 7 if error is not MemoryError else 1
     for n in range(0, 10_000, stride):
-        model.load_state_dict(start[0])
-        optimizer.load_state_dict(copy.deepcopy(start[1]))
-        torch.set_rng_state(seed)
+        restore()
         with faults.at(n, error):
             try:
                 plain_step(model, optimizer, LARGE)
@@ -179,7 +186,7 @@ def test_a_step_that_fails_anywhere(
         # Nothing of the step is left: model, optimizer.
         assert same(state(model, optimizer), before), faults.where
         # With the generator restored, the next step is as if nothing had failed.
-        torch.set_rng_state(seed)
+        restore(weights=False)
         plain_step(model, optimizer, SMALL)
         assert same(state(model, optimizer), expected), faults.where
     assert {*CALLS, "torch.empty"} <= set(places) or stride > 1
@@ -190,7 +197,7 @@ def test_a_step_that_fails_anywhere(
 @pytest.mark.parametrize(
     ("recipe", "backend"), [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")]
 )
-def test_one_hash(recipe: str, backend: str) -> None:
+def test_one_hash(recipe: str, backend: str, seeded_torch: None) -> None:
     # A layer's gradients are those of hotcore in NumPy (tests/python/test_faults.py), for every
     # torch, eager and compiled, any number of threads and instruction set.
     gy, w, x = map(torch.from_numpy, one_hash.layer())
@@ -202,20 +209,16 @@ def test_one_hash(recipe: str, backend: str) -> None:
     if backend != "eager mode":
         torch._dynamo.reset()
         call = torch.compile(layer, backend=backend, fullgraph=True)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            for isa in isas():
-                with running(0, isa), saved_tensors() as kept:
-                    torch.manual_seed(11)
-                    y = call(x)
-                    grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), gy)
-                (codes,) = (t for t in kept if t.dtype == torch.uint8)
-                bits = b"".join(t.numpy().tobytes() for t in (codes, *grads))
-                assert hashlib.sha256(bits).hexdigest() == one_hash.HASHES[recipe], (threads, isa)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        for isa in isas():
+            with running(0, isa), saved_tensors() as kept:
+                torch.manual_seed(11)
+                y = call(x)
+                grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), gy)
+            (codes,) = (t for t in kept if t.dtype == torch.uint8)
+            bits = b"".join(t.numpy().tobytes() for t in (codes, *grads))
+            assert hashlib.sha256(bits).hexdigest() == one_hash.HASHES[recipe], (threads, isa)
     torch.manual_seed(11)
     assert int(core.seed_for(x)) == one_hash.HASHES["seed"]
 
@@ -282,13 +285,7 @@ def test_steps_without_growth() -> None:
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals for threads")
 def test_interrupts_at_any_time(seeded: None) -> None:
     # A real SIGINT, a few milliseconds into endless steps.
-    model, optimizer = make()
-    torch.manual_seed(2)
-    plain_step(model, optimizer, SMALL)
-    seed = torch.get_rng_state()
-    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    plain_step(model, optimizer, SMALL)
-    expected = state(model, optimizer)
+    model, optimizer, _, restore, expected = after_a_step()
     main = threading.main_thread().ident
     assert main is not None
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -305,9 +302,7 @@ def test_interrupts_at_any_time(seeded: None) -> None:
                 # Python drops exceptions of finalizers and weak references' callbacks.
                 signal.raise_signal(signal.SIGINT)
             pressed.join()
-            model.load_state_dict(start[0])
-            optimizer.load_state_dict(copy.deepcopy(start[1]))
-            torch.set_rng_state(seed)
+            restore()
             plain_step(model, optimizer, SMALL)
             assert same(state(model, optimizer), expected)
     finally:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from hotcore import paper
 from hotcore.config import HotConfig
-from support import without_broken_torchvision
+from support import refused
 from torch import nn
-from torch_graphs import Mlp, every, same
+from torch_graphs import Mlp, adapted, conv1d, every, imported, same
 
 pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,13 +30,6 @@ def expected(x: Any, weight: Any, bias: Any, dtype: Any = None, config: Any = IN
     return hotcore.forward_linear(*operands, config=config, out_dtype=dtype)
 
 
-def conv1d(ins: int, outs: int) -> nn.Module:
-    with without_broken_torchvision():
-        pytest.importorskip("transformers")
-        from transformers.pytorch_utils import Conv1D
-    return Conv1D(outs, ins)
-
-
 def converted(model: nn.Module, config: Any) -> nn.Module:
     return hot.convert(model, config, every)
 
@@ -51,8 +44,7 @@ def test_a_linear_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, dtype=dtype)
     y = layer(x)
     assert y.dtype == dtype and y.shape == (*shape[:-1], 48)
-    found = expected(x.reshape(-1, 70), layer.weight, layer.bias)
-    assert torch.equal(y, found.reshape(y.shape))
+    assert torch.equal(y, expected(x.reshape(-1, 70), layer.weight, layer.bias).reshape(y.shape))
     assert not shape[0] or not torch.equal(y, F.linear(x, layer.weight, layer.bias))
     with torch.no_grad():  # in training mode the same: a checkpoint may run it so first
         assert torch.equal(layer(x), y)
@@ -77,9 +69,7 @@ def test_a_1x1_convolution(stride: int, last: bool) -> None:
     assert torch.equal(compiled(x), y)
     with torch.no_grad():
         assert torch.equal(layer(x), y) and torch.equal(compiled(x), y)
-    layer.config = int8(forward_in_eval=True)
-    layer.eval()
-    with torch.no_grad():
+        layer.eval().config = int8(forward_in_eval=True)
         assert torch.equal(layer(x), y) and torch.equal(compiled(x), y)
         assert torch.equal(layer(x[0]), y[0])
 
@@ -92,10 +82,8 @@ def test_other_convolutions_stay_plain_and_the_report_says_so() -> None:
     assert torch.equal(plain(x), before)
     assert torch.equal(plain.eval()(x), before)
     assert all("forward stays plain: 8 bits are for 1x1" in row.note for row in report.converted)
-    report = hot.convert(
-        nn.Sequential(nn.Conv2d(70, 48, 1), nn.Linear(48, 4)), INT8, every
-    ).hot_report
-    assert not any(row.note for row in report.converted)
+    pointwise = nn.Sequential(nn.Conv2d(70, 48, 1), nn.Linear(48, 4))
+    assert not any(row.note for row in hot.convert(pointwise, INT8, every).hot_report.converted)
 
 
 def test_transformers_conv1d() -> None:
@@ -151,8 +139,7 @@ def test_gradients_are_those_of_the_plain_forward(recipe: str, kind: str) -> Non
         found.append((y, torch.autograd.grad(y, [x, *layer.parameters()], gy)))
     (plain_y, wanted), (y, got) = found
     assert not torch.equal(y, plain_y)
-    assert len(got) == 3
-    assert same(got, wanted)
+    assert len(got) == 3 and same(got, wanted)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -232,8 +219,7 @@ def test_autocast(compiled: bool, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         y, z = run()
     assert y.dtype == z.dtype == dtype
-    found = expected(x.to(dtype), layer.weight, layer.bias)
-    assert torch.equal(y, found)
+    assert torch.equal(y, expected(x.to(dtype), layer.weight, layer.bias))
     assert not torch.equal(y, expected(x.to(dtype), layer.weight.to(dtype), layer.bias))
     pixels = image.to(dtype).permute(0, 2, 3, 1).contiguous()
     found = expected(pixels, conv.weight.flatten(1), conv.bias)
@@ -250,14 +236,12 @@ def test_what_the_plain_layer_refuses(compiled: bool) -> None:
     call = torch.compile(layer, backend="aot_eager") if compiled else layer
     if not compiled:
         layer.layer_name = "blocks.0.fc1"
-        with pytest.raises(ValueError, match=r"^layer blocks.0.fc1: weight: dtype float32; x has"):
-            layer(torch.randn(50, 70).bfloat16())
-        with pytest.raises(ValueError, match="x: dtype float64; expected float32"):
-            layer.double()(torch.randn(50, 70).double())
+        wrong = torch.randn(50, 70).bfloat16()
+        refused(lambda: layer(wrong), r"^layer blocks.0.fc1: weight: dtype float32; x has")
+        refused(lambda: layer.double()(wrong.double()), "x: dtype float64; expected float32")
         layer.float()
     with pytest.raises((ValueError, RuntimeError)):
         call(torch.randn(50, 71))
-    torch._dynamo.reset()
 
 
 # ------------------------------------------------------------------------------------ The compiler
@@ -336,22 +320,17 @@ def test_a_written_weight_is_read(write: str, frozen: bool) -> None:
 
 def test_relora() -> None:
     """peft merges by ``.data``; the next adapters then train beside the merged base."""
-    with without_broken_torchvision():
-        peft = pytest.importorskip("peft")
-    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48))
-    hot.convert(model, INT8, every)
+    peft = imported("peft")
+    model = hot.convert(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48)), INT8, every)
     x = torch.randn(20, 64, requires_grad=True)
     for _ in range(2):
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["1"]))
-        base = adapted.base_model.model[1].base_layer
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["1"]))
+        base = wrapped.base_model.model[1].base_layer
         assert isinstance(base, hot.HotLinear) and not base.weight.requires_grad
         inner = torch.randn(20, 64, requires_grad=True)
         assert torch.equal(base(inner), expected(inner, base.weight, base.bias))
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.data.normal_().mul_(0.1)
-        adapted(x).square().sum().backward()
-        model = adapted.merge_and_unload()
+        adapted(wrapped)(x).square().sum().backward()
+        model = wrapped.merge_and_unload()
         assert torch.equal(model[1](inner), expected(inner, model[1].weight, model[1].bias))
 
 
@@ -370,17 +349,15 @@ def test_compute_report_counts_the_forward() -> None:
     assert report.forward_by("LUQ") == report.forward
     operations = (100 * 64 + 64 * 128) * 7 + 100 * 128
     assert report.layers[0].own_forward == 100 * 64 * 128 * 64 + operations * 1024
-    conv = paper.compute_report(
-        nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8), INT8, filter_fn=every
-    )
+    layer, image = nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8)
+    conv = paper.compute_report(layer, image, INT8, filter_fn=every)
     assert conv.forward_by(conv.methods[-1]) == conv.forward
 
 
 def test_overrides_and_plans_take_the_fields() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    report = hot.convert(
-        model, "fast", every, {"1": {"forward": "int8", "forward_block": 16}}
-    ).hot_report
+    overrides = {"1": {"forward": "int8", "forward_block": 16}}
+    report = hot.convert(model, "fast", every, overrides).hot_report
     first, second = report.converted
     assert first.config.forward == "plain" and second.config.forward_block == 16
     assert "forward='int8'" in str(report)

@@ -10,7 +10,7 @@ from support import DEVICES
 from torch import nn
 from torch_graphs import same, whole, without_chance
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 
 FORWARDS = ("plain", "int8")
 SHAPES = [(64,), (2, 3, 5, 64)]
@@ -50,8 +50,7 @@ def test_linear(device: str, forward: str, shape: tuple[int, ...], write: str) -
 @pytest.mark.parametrize("shape", [(2, 32, 5, 5), (32, 5, 5)])
 def test_conv2d(shape: tuple[int, ...], forward: str, kernel: int, write: str) -> None:
     x = torch.randn(shape)
-    if x.dim() == 4:
-        x = x.to(memory_format=torch.channels_last)
+    x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
     x.requires_grad_()
     weight = torch.randn(48, 32, kernel, kernel, requires_grad=True)
     bias = torch.randn(48, requires_grad=True)
@@ -104,7 +103,6 @@ def test_a_frozen_layer(forward: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:
-    torch._dynamo.reset()
     model = nn.ModuleList()
     for forward in FORWARDS:
         layer = nn.Sequential(nn.Linear(64, 48), nn.ReLU(inplace=True))
@@ -121,8 +119,9 @@ def test_compiled(backend: str) -> None:
     expected = call(x)
     expected.sum().backward()
     assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
-    for ours, p in zip(gradients, model.parameters(), strict=True):
-        assert torch.allclose(ours, p.grad, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        gradients, [p.grad for p in model.parameters()], rtol=1e-3, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("forward", FORWARDS)

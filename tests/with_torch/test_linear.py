@@ -12,15 +12,16 @@ import hotcore.torch as hot
 import pytest
 import torch
 import torch.nn.functional as F
-from hotcore.config import RECIPES, HotConfig, Key
+from hotcore.config import RECIPES, HotConfig
 from hotcore.saved import saved_layout
 from hotcore.torch.ops import codes, core
 from hypothesis import given
 from hypothesis import strategies as st
 from support import equal_bits, nbytes, refused, saved_tensors
 from torch import nn
+from torch_graphs import Symbolic, drawn
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = ((7, 24), (2, 5, 24), (2, 3, 4, 24), (1, 2, 1, 2, 24), (24,), (0, 24), (3, 0, 24))
 
@@ -38,20 +39,13 @@ def tensors(
     return x, weight, torch.randn(outs, dtype=dtype, requires_grad=True)
 
 
-def drawn_key(seed: int) -> Key:
-    """The key that the first hot.linear after ``manual_seed(seed)`` draws."""
-    torch.manual_seed(seed)
-    return Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_is_bit_equal(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight, bias = tensors(*shape, dtype=dtype)
     for b in (bias, None):
         y = hot.linear(x, weight, b)
-        assert y.requires_grad
-        assert torch.equal(y, F.linear(x, weight, b))
+        assert y.requires_grad and torch.equal(y, F.linear(x, weight, b))
 
 
 def test_a_bias_alone_is_plain() -> None:
@@ -67,12 +61,11 @@ def test_a_bias_alone_is_plain() -> None:
 def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dtype) -> None:
     x, weight, bias = tensors(3, 19, 70, dtype=dtype)
     gy = torch.randn(3, 19, 16).to(dtype)
-    key = drawn_key(99)
+    (key,) = drawn(99, 1)
     torch.manual_seed(99)
     got = torch.autograd.grad(hot.linear(x, weight, bias, config), (x, weight, bias), gy)
-    expected = hotcore.backward_linear(
-        gy, weight.detach(), x.detach(), config=config, need=("gx", "gw", "gb"), key=key
-    )
+    operands = gy, weight.detach(), x.detach()
+    expected = hotcore.backward_linear(*operands, config=config, need=("gx", "gw", "gb"), key=key)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == dtype
         equal_bits(ours, theirs)
@@ -117,10 +110,8 @@ def test_bad_arguments() -> None:
             hot.linear(torch.tensor(1.0), weight, bias, HotConfig(forward=forward))
     with pytest.raises(RuntimeError):  # torch's own
         hot.linear(x, weight[:, :20], bias)
-    with pytest.raises(TypeError, match="config: "):
-        hot.linear(x, weight, bias, None)
-    with pytest.raises(ValueError, match="config: 'best'"):
-        hot.linear(x, weight, bias, "best")
+    refused(lambda: hot.linear(x, weight, bias, None), "config: ", TypeError)
+    refused(lambda: hot.linear(x, weight, bias, "best"), "config: 'best'")
     with pytest.raises(ValueError, match="10 tokens.*multiple of.*50"):
         hot.linear(x, weight, bias, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1))
 
@@ -128,11 +119,6 @@ def test_bad_arguments() -> None:
 def examples() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
     for recipe, dtype in (("default", DTYPES[0]), ("fast", DTYPES[1]), ("paper", DTYPES[2])):
         yield torch.randn(37, 20).to(dtype), torch.tensor(11), HotConfig.recipe(recipe).json
-
-
-def test_opcheck_compress_activation() -> None:
-    for x, seed, config in examples():
-        torch.library.opcheck(torch.ops.hotcore.compress_activation, (x, seed, config))
 
 
 @pytest.mark.long
@@ -160,8 +146,9 @@ def test_opcheck_draw_seed() -> None:
             torch.library.opcheck(torch.ops.hotcore.kept_of, call, test_utils=tests)
 
 
-def test_opcheck_backward_linear() -> None:
+def test_opcheck_compress_activation_and_backward_linear() -> None:
     for x, seed, config in examples():
+        torch.library.opcheck(torch.ops.hotcore.compress_activation, (x, seed, config))
         saved, _ = codes.compress_activation(x, seed, core.parsed(config))
         gy, weight = torch.randn(37, 12).to(x.dtype), torch.randn(12, 20).to(x.dtype)
         own = str(x.dtype).removeprefix("torch.")
@@ -174,10 +161,6 @@ def test_opcheck_backward_linear() -> None:
             torch.library.opcheck(torch.ops.hotcore.backward_linear, arguments)
 
 
-class Symbolic(int):
-    """A size that libhot is not asked for."""
-
-
 @given(
     recipe=st.sampled_from(sorted(RECIPES)), tokens=st.integers(0, 3000), width=st.integers(0, 200)
 )
@@ -185,16 +168,14 @@ def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> 
     configs = [HotConfig.recipe(recipe)]
     if recipe in ("fast", "paper"):
         for grid, prefix in (((14, 14), 1), ((3, 5), 0)):
-            config = HotConfig.recipe(recipe, token_grid=grid, prefix_tokens=prefix, rank=4)
-            configs.append(config)
+            configs.append(HotConfig.recipe(recipe, token_grid=grid, prefix_tokens=prefix, rank=4))
     if recipe == "paper":
         configs.append(HotConfig.recipe(recipe, rows=(0, 3, 5), block=32))
     if recipe == "accurate":
         configs += [HotConfig.recipe(recipe, gw_scale=scale) for scale in ("tensor", "token")]
     for config in configs:
-        sample = config.token_grid[0] * config.token_grid[1] if config.token_grid else 1
-        sample += config.prefix_tokens
-        count = tokens // sample * sample
+        rows, columns = config.token_grid or (1, 1)
+        count = tokens // (sample := rows * columns + config.prefix_tokens) * sample
         size = saved_layout(count, width, config).bytes
         assert codes.saved_bytes(count, width, config) == size
         assert codes.saved_bytes(Symbolic(count), width, config) == size
@@ -216,7 +197,6 @@ def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> 
     ],
 )
 def test_compiles_with_a_config_made_inside(make: Callable[[], HotConfig]) -> None:
-    torch._dynamo.reset()
     x, weight, bias = tensors(40, 32)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +211,6 @@ def test_compiles_with_a_config_made_inside(make: Callable[[], HotConfig]) -> No
 
 
 def test_a_bad_config_made_inside_is_named() -> None:
-    torch._dynamo.reset()
     x, weight, _ = tensors(40, 32)
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -265,8 +244,7 @@ def test_a_converted_layer_keeps_everything(
     assert module is plain and type(module) is getattr(hot, f"Hot{kind.__name__}")
     module.load_state_dict(plain.state_dict())
     assert loaded == [module]
-    assert module.weight is weight and module.bias is bias
-    assert not module.training
+    assert module.weight is weight and module.bias is bias and not module.training
     assert module.config == HotConfig.recipe("fast") and "config=fast" in repr(module)
     assert ("padding=same" in repr(module)) == (kind is nn.Conv2d)
     module(torch.randn(shape))
@@ -281,9 +259,8 @@ def test_a_converted_layer_keeps_everything(
 
 
 def test_repr() -> None:
-    assert repr(hot.HotLinear(4, 3)) == (
-        "HotLinear(in_features=4, out_features=3, bias=True, config=default)"
-    )
+    text = "HotLinear(in_features=4, out_features=3, bias=True, config=default)"
+    assert repr(hot.HotLinear(4, 3)) == text
     custom = hot.HotLinear(4, 3, config=HotConfig(gx_rounding="nearest"))
     assert "config=default, gx_rounding='nearest'" in repr(custom)
 

@@ -16,7 +16,7 @@ with without_broken_torchvision():
 import hotcore.torch as hot
 from hotcore.torch.layers.conv1d import HotConv1D
 from torch import nn
-from torch_graphs import Graphs, causal
+from torch_graphs import Graphs, adapted, causal, same
 
 ORDERS = ("peft first", "HOT first")
 
@@ -48,11 +48,7 @@ def with_lora(model: nn.Module, order: str | None, config: Any = "default") -> n
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["up", "down"])
     if order == "HOT first":
         hot.convert(model, config)
-    wrapped = peft.get_peft_model(model, lora)
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(generator=generator).mul_(0.1)
+    wrapped = adapted(peft.get_peft_model(model, lora), torch.Generator().manual_seed(5))
     if order == "peft first":
         hot.convert(wrapped, config)
     return wrapped
@@ -74,8 +70,7 @@ def test_only_base_layers_are_converted(order: str) -> None:
     if order == "peft first":
         report = hot.convert(with_lora(Model(), None)).hot_report
         assert {row.bytes_per_value for row in report.converted} == {0.0}
-        reasons = {row.reason for row in report.skipped}
-        assert reasons == {"an adapter of peft", "the output head"}
+        assert {row.reason for row in report.skipped} == {"an adapter of peft", "the output head"}
         assert "nothing (weight frozen)" in str(report)
 
 
@@ -122,8 +117,7 @@ def test_frozen_base_weights_save_nothing(order: str) -> None:
     # but the first, which has nothing to differentiate.
     assert totals[order] == totals[None] + 3 * 8
     # Where base weights train (no adapters), the same layers do keep x, compressed.
-    model = Model()
-    hot.convert(model)
+    model = hot.convert(Model())
     with saved_tensors(leaves=True) as kept:
         model(x * 1)
     sizes = storage_bytes(kept, model.parameters())
@@ -134,10 +128,8 @@ def test_frozen_base_weights_save_nothing(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_merge_and_revert(order: str) -> None:
-    base = Model()
-    x = torch.randn(3, 64)
-    plain = with_lora(copy.deepcopy(base), None)
-    model = with_lora(copy.deepcopy(base), order)
+    base, x = Model(), torch.randn(3, 64)
+    plain, model = (with_lora(copy.deepcopy(base), how) for how in (None, order))
     assert torch.equal(model(x), plain(x))
     merged = model.merge_and_unload()
     assert torch.equal(merged(x), plain.merge_and_unload()(x))
@@ -170,8 +162,7 @@ def test_conv1d(shape: tuple[int, ...]) -> None:
         torch.manual_seed(5)
         results.append(torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), gy))
     (gx, gw, gb), expected = results
-    assert torch.equal(gx, expected[0]) and torch.equal(gw, expected[1].T)
-    assert torch.equal(gb, expected[2])
+    assert same((gx, gw.T, gb), expected)
     module(x).sum().backward()
     assert module.weight.grad.stride() == module.weight.stride()
 

@@ -44,16 +44,14 @@ def test_bytes_of_every_module(x: torch.Tensor) -> None:
     report = hot.memory_report(Net(), x)
     sizes = by_name(report)
     assert sizes["norm"] == (4 * (VALUES + 2 * BATCH),) * 2  # x, mean, 1/std
-    assert sizes["up"][0] == 4 * VALUES
-    assert sizes["down"][0] == 4 * 4 * VALUES
+    assert (sizes["up"][0], sizes["down"][0]) == (4 * VALUES, 4 * 4 * VALUES)
     assert sizes[""] == (4 * 4 * VALUES,) * 2  # gelu's input, in the forward of the model itself
     assert sizes["head"] == (4 * VALUES,) * 2
     for name, values in (("up", VALUES), ("down", 4 * VALUES)):
         # half a byte and a bfloat16 for 64 values, and the seed
         assert sizes[name][1] == values * (1 / 2 + 2 / 64) + 8
-    assert report.before == sum(before for before, _ in sizes.values())
-    assert report.after == sum(after for _, after in sizes.values())
-    assert report.peak_before is None
+    totals = [sum(column) for column in zip(*sizes.values(), strict=True)]
+    assert [report.before, report.after] == totals and report.peak_before is None
 
 
 def test_shared_storages_count_once(x: torch.Tensor) -> None:
@@ -95,8 +93,7 @@ def test_inputs_and_losses(x: torch.Tensor) -> None:
         hot.memory_report(Two(), {"a": x, "b": x}),
         hot.memory_report(Two(), x, loss_fn=lambda m, v: m(v, v)["logits"].mean()),
     ]
-    assert len({report.before for report in reports}) == 1
-    assert len({report.after for report in reports}) == 1
+    assert len({(report.before, report.after) for report in reports}) == 1
 
 
 def test_autocast(x: torch.Tensor) -> None:

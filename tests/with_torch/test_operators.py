@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
-from torch_graphs import Attention, Graphs, Mlp, converted, every, gradients, same
+from torch_graphs import Attention, Graphs, Mlp, Symbolic, converted, every, gradients, same
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 INT8 = hot.HotConfig.recipe("fast", forward="int8")
 SKETCH = hot.HotConfig.recipe("fast", forward="int8", basis="sketch")
 
@@ -91,19 +91,16 @@ def test_layers_with_one_x_compress_it_once(config: Any, autocast: bool) -> None
     assert graphs.count("forward", "forward_input") == 0
     assert graphs.count("backward", "backward_linear") == 4
     assert sum("compress" in n or "quantize" in n for n in graphs.calls["backward"]) == 0
-    codes = [t for t in graphs.kept if t.dtype == torch.uint8]
-    assert len(codes) == 2
+    assert sum(t.dtype == torch.uint8 for t in graphs.kept) == 2
 
 
 def test_codes_where_x_is_not_compressed_in_the_same_place() -> None:
     """Where the compiler decides when x is compressed, and where the weights are frozen."""
-    frozen = converted(Attention(), INT8)
-    hot.freeze_int8(frozen)
+    frozen = hot.freeze_int8(converted(Attention(), INT8))
     for model in (converted(Attention(), INT8, defer=True), frozen):
         graphs = Graphs().run(model, torch.randn(96, 64).requires_grad_())
-        assert graphs.count("forward", "forward_input") == 2
-        assert graphs.count("forward", "quantize_input") == 0
-        assert graphs.count("forward", "product") == 4
+        names = ("forward_input", "quantize_input", "product")
+        assert [graphs.count("forward", name) for name in names] == [2, 0, 4]
 
 
 @pytest.mark.parametrize("policy", ["keep_codes", "keep_products"])
@@ -124,8 +121,7 @@ def test_opcheck_of_the_codes() -> None:
     for x in (torch.randn(50, 70), torch.randn(2, 3, 65).bfloat16(), torch.randn(8, 60).t()):
         torch.library.opcheck(torch.ops.hotcore.forward_input.default, (x, text))
         tests = ("test_schema", "test_faketensor")  # random: its values differ from run to run
-        rows = x.contiguous()
-        call = (rows, text)
+        call = (rows := x.contiguous(), text)
         torch.library.opcheck(torch.ops.hotcore.quantize_input.default, call, test_utils=tests)
         for keep in (False, True):
             call = (rows, rows.bfloat16(), text, keep)
@@ -135,8 +131,7 @@ def test_opcheck_of_the_codes() -> None:
 def test_another_configuration_compresses_for_itself() -> None:
     model = converted(Attention())
     model.k.config = "fast"
-    graphs = Graphs().run(model, torch.randn(256, 64))
-    assert graphs.count("forward", "compress") == 3
+    assert Graphs().run(model, torch.randn(256, 64)).count("forward", "compress") == 3
 
 
 def test_an_x_that_is_written_between_is_another() -> None:
@@ -149,8 +144,7 @@ def test_an_x_that_is_written_between_is_another() -> None:
         return first + k(y)
 
     x = torch.randn(256, 64)
-    graphs = Graphs().run(call, x)
-    assert graphs.count("forward", "compress") == 2
+    assert Graphs().run(call, x).count("forward", "compress") == 2
     exact = (2 * torch.ones(256, 64).t()) @ (2 * x + 1)  # g_y is 2 y, nearly: compare directions
     torch._dynamo.reset()
     k.weight.grad = None
@@ -200,7 +194,6 @@ def test_an_x_that_is_written_is_compressed_as_it_is(autocast: bool) -> None:
     model.load_state_dict(plain.state_dict())
     hot.convert(model, "accurate", every)
     model.fc.defer = True
-    torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(gradients(model, compiled, x), exact, strict=True):
         assert (ours - theirs).norm() < 0.06 * theirs.norm()
@@ -222,7 +215,6 @@ def test_inductor_writes_what_operators_share_once() -> None:
     """GELU's result goes to the compression and to the product: one store, in any strides."""
     from torch._inductor.utils import run_and_get_code
 
-    torch._dynamo.reset()
     model = converted(nn.Sequential(nn.GELU(), nn.Linear(64, 64)))
     x = torch.randn(4, 24, 64, requires_grad=True)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -259,10 +251,7 @@ def test_selective_checkpoints(policy: str, products: int, config: Any) -> None:
     model = converted(Mlp(), config)
     keep = getattr(hot.policies, policy)
     contexts = functools.partial(create_selective_checkpoint_contexts, keep)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
-
+    call = functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
     x = torch.randn(256, 64)
     expected = gradients(model, model, x)
     # Eager: what is multiplied, the recomputation counted.
@@ -307,20 +296,11 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     """
     folders = [str(Path(__file__).parent), *sys.path]
     # Not by support.output_of: some versions of torch warn while they compile.
-    done = subprocess.run(
-        [sys.executable, "-c", "import test_operators; test_operators.compile_twice()"],
-        env=dict(
-            os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), PYTHONPATH=os.pathsep.join(folders)
-        ),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", "import test_operators; test_operators.compile_twice()"]
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(folders)}
+    env = {**os.environ, **env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-class Symbolic(int):
-    """A size that libhot is not asked for."""
 
 
 def test_sizes_of_fakes() -> None:
@@ -424,12 +404,12 @@ def test_what_operators_in_cpp_leave_to_python() -> None:
     torch.manual_seed(3)
     assert same(products["quantize_input"](torch._neg_view(-x), *rest), expected)
     gy, weight, saved, *rest = calls["backward_linear"]
-    for bad, error, message in (
-        ((gy, weight, saved[:-16], *rest), ValueError, "saved"),
-        ((gy, weight[:, :-1], saved, *rest), ValueError, "saved has 64 in_features"),
-        ((gy.to(torch.float64), weight, saved, *rest), ValueError, "gy: dtype float64"),
+    for bad, message in (
+        ((gy, weight, saved[:-16], *rest), "saved"),
+        ((gy, weight[:, :-1], saved, *rest), "saved has 64 in_features"),
+        ((gy.to(torch.float64), weight, saved, *rest), "gy: dtype float64"),
     ):
-        with pytest.raises(error, match=message), torch.no_grad():
+        with pytest.raises(ValueError, match=message), torch.no_grad():
             products["backward_linear"](*bad)
     with pytest.raises(RuntimeError, match="taken apart"):
         products["backward_linear"](gy, weight.requires_grad_(), saved, *rest)
@@ -523,8 +503,7 @@ def test_operators_in_cpp_after_a_fork() -> None:
             warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, 3.12 warns
             child = os.fork()
         if child == 0:
-            again = form(*arguments)
-            os._exit(not all(torch.equal(a, b) for a, b in zip(again, expected, strict=True)))
+            os._exit(not same(form(*arguments), expected))
         assert os.waitpid(child, 0)[1] == 0
 
 

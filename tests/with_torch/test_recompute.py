@@ -38,10 +38,6 @@ def x(seeded: None) -> torch.Tensor:
     return torch.randn(4, 64, 64)
 
 
-def equal(ours: Any, theirs: Any) -> None:
-    assert same(ours, theirs)
-
-
 POLICIES = [None, hot.policies.keep_attention, hot.policies.keep_codes, hot.policies.keep_products]
 
 
@@ -54,12 +50,12 @@ def test_eager_gradients_are_the_same_bits(x: torch.Tensor, policy: Any) -> None
     name = getattr(policy, "__name__", "None")
     assert repr(handle) == f"Recomputed(2 blocks: Block; policy={name})"
     assert list(model.state_dict()) == names
-    equal(gradients(model, model, x), expected)
+    assert same(gradients(model, model, x), expected)
     handle.remove()
     handle.remove()
     assert repr(handle) == "Recomputed(no blocks)"
     assert not any("forward" in m.__dict__ or getattr(m, "defer", False) for m in model.modules())
-    equal(gradients(model, model, x), expected)
+    assert same(gradients(model, model, x), expected)
 
 
 class Mixed(nn.Module):
@@ -88,8 +84,7 @@ def own_list() -> list[Any]:
 
 def nearly_equal(ours: Any, theirs: Any) -> None:
     for got, wanted in zip(ours, theirs, strict=True):
-        cosine = nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), dim=0)
-        assert cosine > 0.99
+        assert nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), dim=0) > 0.99
 
 
 @pytest.mark.parametrize("preserve", [True, False])
@@ -98,13 +93,10 @@ def nearly_equal(ours: Any, theirs: Any) -> None:
 def test_kept_codes_keep_seeds(x: torch.Tensor, mode: str, policy: Any, preserve: bool) -> None:
     """Sketches of two seeds are nearly orthogonal to each other."""
     model = Mixed("fast")
-    contexts = functools.partial(
-        create_selective_checkpoint_contexts, policy() if policy is own_list else policy
-    )
+    keep = policy() if policy is own_list else policy
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep)
     options = {"context_fn": contexts, "preserve_rng_state": preserve, "use_reentrant": False}
-
-    def kept(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(model, x, **options)
+    kept = functools.partial(checkpoint, model, **options)
 
     calls: tuple[Any, Any] = (kept, model)
     if mode != "eager":
@@ -125,11 +117,7 @@ def test_kept_codes_keep_seeds(x: torch.Tensor, mode: str, policy: Any, preserve
     ids=["nothing", "attention", "codes", "products"],
 )
 def test_compiled_graphs(
-    x: torch.Tensor,
-    policy: Any,
-    forward: tuple[int, int],
-    backward: tuple[int, int],
-    attention: int,
+    x: torch.Tensor, policy: Any, forward: Any, backward: Any, attention: int
 ) -> None:
     """(products, compressions) of each graph: x is compressed once, wherever that is."""
     model = converted(Block(), "fast")
@@ -148,8 +136,7 @@ def test_compiled_graphs(
 
 
 def test_eval_and_copies(x: torch.Tensor) -> None:
-    model = nn.Sequential(Block())
-    hot.convert(model, "default", lambda module, name: True)
+    model = hot.convert(nn.Sequential(Block()), "default", lambda module, name: True)
     hot.recompute(model)
     twin = copy.deepcopy(model)
     assert twin[0].forward.block is twin[0]
@@ -261,7 +248,7 @@ def test_stock_models_of_transformers(kind: str, policy: Any, seeded: None) -> N
     expected = step()
     hot.recompute(blocks, policy)
     with pytest.warns(UserWarning, match=r"past_key_values=None in training"):
-        equal(step(), expected)
+        assert same(step(), expected)
     with torch.no_grad():
         cache = model.eval()(tokens).past_key_values
     assert cache.get_seq_length() == 16

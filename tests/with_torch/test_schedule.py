@@ -5,6 +5,7 @@ import pytest
 import torch
 from hotcore import paper
 from hotcore.config import HotConfig
+from support import refused
 from torch import nn
 
 
@@ -80,8 +81,7 @@ def test_bad_arguments() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             paper.PrecisionSchedule(model, *arguments, **options)
-    with pytest.raises(ValueError, match="no layer is converted"):
-        paper.PrecisionSchedule(hot.revert(model), 1)
+    refused(lambda: paper.PrecisionSchedule(hot.revert(model), 1), "no layer is converted")
     assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 
 

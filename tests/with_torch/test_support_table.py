@@ -10,9 +10,11 @@ import hotcore.torch as hot
 import pytest
 import torch
 from hotcore.torch.ops import core
+from support import refused
 from torch import nn
+from torch_graphs import same
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("seeded", "compiled_afresh")
 
 
 @pytest.fixture(autouse=True)
@@ -23,31 +25,19 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def linear() -> tuple[nn.Module, torch.Tensor]:
-    return hot.HotLinear(64, 48), torch.randn(2, 48, 64)
-
-
-def pointwise() -> tuple[nn.Module, torch.Tensor]:
-    return hot.HotConv2d(64, 48, 1), torch.randn(2, 64, 6, 6)
-
-
-def window() -> tuple[nn.Module, torch.Tensor]:
-    return hot.HotConv2d(64, 48, 3, padding=1), torch.randn(2, 64, 6, 6)
-
-
-def linear_int8() -> tuple[nn.Module, torch.Tensor]:
-    return hot.HotLinear(64, 48, config=hot.HotConfig(forward="int8")), torch.randn(2, 48, 64)
-
-
-def pointwise_int8() -> tuple[nn.Module, torch.Tensor]:
-    config = hot.HotConfig(forward="int8")
-    return hot.HotConv2d(64, 48, 1, config=config), torch.randn(2, 64, 6, 6)
-
-
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]
-every_layer = pytest.mark.parametrize(
-    "make", [linear, pointwise, window, linear_int8, pointwise_int8]
-)
+FORWARD_INT8 = hot.HotConfig(forward="int8")
+LAYERS: dict[str, Make] = {
+    "linear": lambda: (hot.HotLinear(64, 48), torch.randn(2, 48, 64)),
+    "pointwise": lambda: (hot.HotConv2d(64, 48, 1), torch.randn(2, 64, 6, 6)),
+    "window": lambda: (hot.HotConv2d(64, 48, 3, padding=1), torch.randn(2, 64, 6, 6)),
+    "linear_int8": lambda: (hot.HotLinear(64, 48, config=FORWARD_INT8), torch.randn(2, 48, 64)),
+    "pointwise_int8": lambda: (
+        hot.HotConv2d(64, 48, 1, config=FORWARD_INT8),
+        torch.randn(2, 64, 6, 6),
+    ),
+}
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 
 
 def gradients(
@@ -64,12 +54,11 @@ def test_batched_gradients_are_those_of_each(make: Make) -> None:
     gys = torch.randn(3, *module(x).shape)
     batched = gradients(module, x, gys, is_grads_batched=True)
     for i, gy in enumerate(gys):
-        for ours, theirs in zip(batched, gradients(module, x, gy), strict=True):
-            assert torch.equal(ours[i], theirs)
+        assert same((ours[i] for ours in batched), gradients(module, x, gy))
 
 
 def test_a_vectorised_jacobian() -> None:
-    module, x = linear()
+    module, x = LAYERS["linear"]()
     jacobian = torch.autograd.functional.jacobian
 
     def rows(vectorize: bool) -> torch.Tensor:
@@ -86,23 +75,19 @@ def test_a_vectorised_jacobian() -> None:
 def test_a_sparse_gradient(make: Make) -> None:
     module, x = make()
     gy = torch.randn_like(module(x)).relu()
-    got = gradients(module, x, gy.to_sparse())
-    for ours, theirs in zip(got, gradients(module, x, gy), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(gradients(module, x, gy.to_sparse()), gradients(module, x, gy))
 
 
 @every_layer
 def test_fx_notes_the_call_in_training_mode(make: Make) -> None:
     module, x = make()
-    model = nn.Sequential(module, nn.ReLU())
-    graph = torch.fx.symbolic_trace(model)
-    kinds = [node.op for node in graph.graph.nodes]
-    assert kinds.count("call_function") == 1  # the layer; ReLU is a module
+    graph = torch.fx.symbolic_trace(model := nn.Sequential(module, nn.ReLU()))
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert len(calls) == 1  # the layer; ReLU is a module
     for found in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
         gy = torch.randn_like(model(x))
         ours, theirs = gradients(found, x, gy), gradients(model, x, gy)
-        for a, b in zip(sorted(ours, key=len), sorted(theirs, key=len), strict=True):
-            assert a.shape == b.shape
+        assert sorted(a.shape for a in ours) == sorted(b.shape for b in theirs)
         assert torch.equal(ours[0], theirs[0])
         assert any(torch.equal(ours[1], b) for b in theirs[1:])  # HOT's, by the same seed
 
@@ -113,8 +98,7 @@ def test_export(make: Make) -> None:
     module, x = make()
     program = torch.export.export(module, (x,))
     gy = torch.randn_like(module(x))
-    ours, theirs = gradients(program.module(), x, gy), gradients(module, x, gy)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert same(gradients(program.module(), x, gy), gradients(module, x, gy))
     apart = program.run_decompositions().module()
     with torch.no_grad():
         assert torch.equal(apart(x), module(x))
@@ -129,15 +113,13 @@ def test_export(make: Make) -> None:
 def test_compiled_transforms_are_refused(make: Make, trained: bool) -> None:
     module, x = make()
     module.requires_grad_(trained)
-    torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager")
     def tangent(x: torch.Tensor) -> torch.Tensor:
         return torch.func.jvp(module, (x,), (x,))[1]
 
     if trained or module.config.forward == "int8":
-        with pytest.raises((NotImplementedError, RuntimeError), match=r"torch\.func transforms"):
-            tangent(x)
+        refused(lambda: tangent(x), r"torch\.func transforms", (NotImplementedError, RuntimeError))
     else:  # the plain layer
         assert torch.allclose(tangent(x), torch.func.jvp(module.eval(), (x,), (x,))[1], atol=1e-6)
 
@@ -146,8 +128,7 @@ def test_no_tensor_is_an_error_that_says_so() -> None:
     weight = torch.randn(48, 64, requires_grad=True)
     with pytest.raises(TypeError, match=r"x: ndarray; expected a torch\.Tensor"):
         hot.linear(torch.randn(4, 64).numpy(), weight)
-    with pytest.raises(TypeError, match=r"x: list; expected a torch\.Tensor"):
-        hot.conv2d([1.0], weight)
+    refused(lambda: hot.conv2d([1.0], weight), r"x: list; expected a torch\.Tensor", TypeError)
     x = torch.randn(2, 4, 8, 8)
     for call, given in ((hot.linear, (x[..., :4], x[0, 0])), (hot.conv2d, (x, x[:, :, :1, :1]))):
         for name, arguments in (("weight", (given[0], None)), ("bias", (*given, [0.0]))):
@@ -165,8 +146,7 @@ def test_script(make: Make) -> None:
             with pytest.raises(NotImplementedError, match=rf"{name}: torch.jit.script .* revert"):
                 torch.jit.script(scripted)
     assert model[0] is module
-    plain = copy.deepcopy(model)
-    hot.revert(plain)
+    plain = hot.revert(copy.deepcopy(model))
     assert torch.equal(torch.jit.script(plain)(x), model(x))
 
 
