@@ -70,11 +70,13 @@ def output_of(*arguments: str, folder: Path, timeout: float) -> str:
     return done.stdout
 
 
-def refused(call: Callable[[], object], says: str, error: Any = ValueError) -> None:
-    """Check for an error whose message has this pattern."""
+def refused(
+    call: Callable[..., object], says: str, error: Any = ValueError, *arguments: Any, **options: Any
+) -> None:
+    """Check that a call with these arguments raises an error whose message has this pattern."""
     __tracebackhide__ = True
     with pytest.raises(error, match=says):
-        call()
+        call(*arguments, **options)
 
 
 def report_of(script: Any, path: Path, *words: str) -> Any:
@@ -224,6 +226,12 @@ def equal_bits(got: Any, wanted: Any, what: str = "") -> None:
             f"{what}: {count} of {a.size} differ, first at {where}: {a[where]!r}, "
             f"expected {b[where]!r}"
         )
+
+
+def same_bits(got: Iterable[Any], wanted: Iterable[Any], what: str = "") -> None:
+    """Assert equal bits of arrays in pairs."""
+    for ours, theirs in zip(got, wanted, strict=True):
+        equal_bits(ours, theirs, what)
 
 
 def bits(values: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import report_of, without_broken_torchvision
+from support import refused, report_of, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 with without_broken_torchvision():
@@ -108,13 +108,11 @@ def test_contenders_are_paired_and_a_run_goes_on(
     assert rows[PLAIN]["loss"] == kept[PLAIN]["loss"] and rows[OURS] == kept[OURS]
     report["whole"][PLAIN] = {"begun": 2}
     (tmp_path / "8b.json").write_text(json.dumps(report))
-    with pytest.raises(SystemExit, match="attention kept"):
-        run(tmp_path, "--contenders", *names)
+    refused(lambda: run(tmp_path, "--contenders", *names), "attention kept", SystemExit)
     assert "twice" in json.loads((tmp_path / "8b.json").read_text())["whole"][PLAIN]["error"]
     run_size = bench_8b.dataclasses.replace(bench_8b.TOY, length=16)
     monkeypatch.setattr(bench_8b, "TOY", run_size)
-    with pytest.raises(SystemExit, match="has other settings"):
-        run(tmp_path)
+    refused(lambda: run(tmp_path), "has other settings", SystemExit)
 
 
 def test_a_base_never_exists_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

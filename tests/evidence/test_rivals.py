@@ -150,8 +150,7 @@ def test_a_method_in_a_file_has_rows_in_the_tables(
     words = ["--at", "0", "--draws", "2", "--batches", "2", "--json", "gradients.json"]
     bench_gradients.main(["--methods", "luq;signs.py:SignGradient", *small[2:], *words])
     assert re.search(r"\| SignGradient \|( 0\.\d+ \|){4}  \| 1\.00 \|", capsys.readouterr().out)
-    with pytest.raises(ValueError, match="signs.py:Best: 'Best' is no subclass"):
-        rivals.convert(Net(), "signs.py:Best")
+    refused(lambda: rivals.convert(Net(), "signs.py:Best"), "signs.py:Best: 'Best' is no subclass")
     with pytest.raises(SystemExit):
         bench_training.main(["--methods", "fp32;other.py:Best", "--json", "none.json"])
     assert "other.py:Best: there is no 'other.py'" in capsys.readouterr().err
@@ -200,8 +199,7 @@ def test_same_layers_as_hotcore() -> None:
         fresh = nn.Sequential(nn.Linear(64, 64))
         assert rivals.convert(fresh, name).names == ("0",)
         assert type(fresh[0]) is hot.HotLinear and fresh[0].config.name == name
-    with pytest.raises(ValueError, match="method: 'best' is none of fp32"):
-        rivals.convert(model, "best")
+    refused(lambda: rivals.convert(model, "best"), "method: 'best' is none of fp32")
     with pytest.raises(ValueError, match="method: 0.5 is none of fp32.*and no CustomBackward"):
         rivals.convert(Net(), 0.5)  # type: ignore[arg-type]
     done = rivals.convert(Net(), hot.CustomBackward(), everything)  # see test_custom.py
@@ -263,8 +261,7 @@ def test_luq_products() -> None:
     rivals.convert(kept, "luq", everything, forward=True, in_eval=True)
     with torch.no_grad():
         torch.testing.assert_close(kept.eval()(x), xq @ wq.t())
-    with pytest.raises(ValueError, match="in_eval"):
-        rivals.method_of("luq", in_eval=True)
+    refused(lambda: rivals.method_of("luq", in_eval=True), "in_eval")
 
 
 # ---- LBP-WHT ----

@@ -26,7 +26,10 @@ def test_missing_devices() -> None:
     assert not _core.cuda_wgmma()
     refused(lambda: _core.cuda_device_verdict(0), missing, NotImplementedError)
     refused(lambda: contexts.cuda(0, 0), missing, NotImplementedError)
-    assert "HOT_CUDA=ON" in hotcore.supported(32, 24, 16, device="cuda")[1]
+    refused(lambda: _core.CoreContext(device=0), "no CUDA backend", NotImplementedError)
+    for device in ("cuda", "cuda:0"):
+        ok, why = hotcore.supported(32, 24, 16, device=device)
+        assert not ok and "no CUDA backend" in why and "HOT_CUDA=ON" in why
 
 
 class FakeCore(types.SimpleNamespace):

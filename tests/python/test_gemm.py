@@ -6,7 +6,7 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FLOATS, SIZES, array, equal_bits, given_as, isas, running, widened
+from support import FLOATS, SIZES, array, equal_bits, given_as, isas, refused, running, widened
 
 SAFE_K = 131_071
 
@@ -67,8 +67,7 @@ def test_longest_int32_contraction() -> None:
     b = np.stack([a[0], ~a[0]])
     assert hotcore.gemm_int8(a, b).tolist() == [[128 * 128 * SAFE_K, -128 * 127 * SAFE_K]] * 2
     longer = np.full((1, SAFE_K + 1), -128, np.int8)
-    with pytest.raises(ValueError, match="131072.*131071"):
-        hotcore.gemm_int8(longer, longer)
+    refused(lambda: hotcore.gemm_int8(longer, longer), "131072.*131071")
 
 
 @pytest.mark.parametrize("k", [SAFE_K + 1, 200_003, 400_001])

@@ -8,6 +8,7 @@ import hotcore
 import pytest
 from hotcore import HotConfig, _core, info
 from hotcore.plans import Explanation
+from support import refused
 
 
 def explain(*shape: int, **options: Any) -> Explanation:
@@ -110,5 +111,4 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
         ["--explain", "1", "1", "1", "--forward", "fp8"],
         ["--forward", "int8"],
     ):
-        with pytest.raises(SystemExit, match="2"):
-            info.main(wrong)
+        refused(info.main, "2", SystemExit, wrong)

@@ -12,6 +12,7 @@ from pathlib import Path
 import hotcore
 import pytest
 from hotcore import HotConfig, _core, _strict_json
+from support import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "hotcore"
@@ -144,8 +145,7 @@ def test_a_text_of_a_config_has_a_limit() -> None:
     text = HotConfig().to_json()
     fill = " " * (_strict_json.MAX_TEXT_LENGTH - len(text))
     assert HotConfig.from_json(text + fill) == HotConfig()
-    with pytest.raises(ValueError, match="text: longer than 1048576 characters"):
-        HotConfig.from_json(text + fill + " ")
+    refused(lambda: HotConfig.from_json(text + fill + " "), "text: longer than 1048576 characters")
     with pytest.raises(TypeError, match="text: expected a str, got bytes"):
         HotConfig.from_json(text.encode())  # type: ignore[arg-type]
 
@@ -158,8 +158,7 @@ def test_a_config_out_of_a_pickle_is_checked() -> None:
     config = object.__new__(HotConfig)
     with pytest.raises(ValueError, match="rank: expected .*, got 400"):
         config.__setstate__({"basis": "lowpass", "storage": "int8", "rank": 400})
-    with pytest.raises(ValueError, match="no field 'speed'"):
-        config.__setstate__({"speed": 1})
+    refused(lambda: config.__setstate__({"speed": 1}), "no field 'speed'")
 
 
 TRAINING = """

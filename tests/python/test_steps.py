@@ -184,8 +184,7 @@ def test_compiled_blocks() -> None:
     trainer = toy_trainer(Contender("x", compiled="default"))
     compiled = [n for n, m in trainer.model.named_modules() if m._compiled_call_impl is not None]
     assert compiled == ["layers.0", "layers.1"]
-    with pytest.raises(ValueError, match="no blocks at 'h'"):
-        training.blocks_of(trainer.model, "h")
+    refused(lambda: training.blocks_of(trainer.model, "h"), "no blocks at 'h'")
 
 
 def test_fp8_takes_the_layers_that_hot_would() -> None:
@@ -254,8 +253,7 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert again == rows
     report["device"] = "another"
     path.write_text(json.dumps(report))
-    with pytest.raises(SystemExit, match=r"--resume: .* is of \('another', "):
-        bench_models.main(more)
+    refused(lambda: bench_models.main(more), r"--resume: .* is of \('another', ", SystemExit)
 
 
 def test_a_contender_that_fails_is_a_row(

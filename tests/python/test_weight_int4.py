@@ -11,7 +11,7 @@ import reference
 from hotcore import HotConfig
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FLOATS, KINDS, array, data, equal_bits, strided, widened
+from support import FLOATS, KINDS, array, data, equal_bits, refused, strided, widened
 
 
 def exponents_of(rng: np.random.Generator, ins: int, limit: int = 4) -> np.ndarray:
@@ -175,8 +175,7 @@ def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
         (".*exponents has shape",
          lambda: hotcore.quantize_forward_input(w, exponents=exponents[:64])),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{match}"):
-            call()
+        refused(call, f"^{match}")
     codes = quantise(w, exponents=exponents)
     with pytest.raises(ValueError, match="w has .* bytes; expected"):
         hotcore.expand_weight_int4(dataclasses.replace(codes, group=64))
@@ -230,5 +229,4 @@ def test_exponents_of_a_weight_are_named(rng: np.random.Generator, change: Any, 
         lambda: hotcore.dequantize_weight(expanded),
         lambda: hotcore.forward_linear(w, expanded),
     ):
-        with pytest.raises((TypeError, ValueError), match=f"^{match}"):
-            call()
+        refused(call, f"^{match}", (TypeError, ValueError))

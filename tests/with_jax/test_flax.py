@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import errors, linen, nnx
 from hotcore.jax.flax import HotDense, HotLinear
-from support import equal_bits
+from support import equal_bits, refused
 
 X = jax.random.normal(jax.random.key(0), (4, 50, 64))
 KEY = jax.random.key(3)
@@ -76,8 +76,7 @@ def test_linen_in_eval_and_errors() -> None:
     quiet = Net(HotDense, {"deterministic": True})
     plain = Net(linen.Dense).apply(params, X)
     np.testing.assert_allclose(quiet.apply(params, X), plain, rtol=1e-5, atol=1e-6)
-    with pytest.raises(errors.InvalidRngError, match="hot"):
-        Net(HotDense).apply(params, X)
+    refused(lambda: Net(HotDense).apply(params, X), "hot", errors.InvalidRngError)
     for more in ({}, {"deterministic": True}):
         for options, message in (
             ({"precision": "highest"}, "precision: HOT replaces"),
@@ -181,7 +180,6 @@ def test_nnx_errors() -> None:
         ("config", "best", "'best' is not one of"),
         ("config", IN_EVAL, "config: expected forward_in_eval"),
     ):
-        with pytest.raises(ValueError, match=message):
-            HotLinear(64, 64, rngs=nnx.Rngs(0), **{name: value})
+        refused(HotLinear, message, ValueError, 64, 64, rngs=nnx.Rngs(0), **{name: value})
     with pytest.raises(ValueError, match="out_sharding: expected None"):
         HotLinear(64, 64, rngs=nnx.Rngs(0))(X, out_sharding=1)
