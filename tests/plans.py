@@ -86,9 +86,6 @@ def build(config: Any, device: str, hidden: int = 128) -> Any:
     return model if config is None else hot.convert(model, config, filter_fn=lambda *_: True)
 
 
-# ---- tensor parallel ----
-
-
 def by_hand(model: Any, x: Tensor, config: Any) -> Tensor:
     """Run the bodies of the two processes one after the other."""
     y, z = [], model.norm(x)
@@ -193,9 +190,6 @@ def tensor_parallel(rank: int, device: str) -> None:
             parallelize_module(frozen, mesh, {"up": style()})
 
 
-# ---- FSDP2 ----
-
-
 def fsdp_accumulation(rank: int, device: str) -> None:
     """Micro-batches with and without synchronisation, checkpoints by DCP."""
     from torch.distributed.fsdp import fully_shard
@@ -261,9 +255,6 @@ def through_checkpoint(model: Any, other: Any, rank: int, device: str) -> None:
         assert torch.equal(whole(a["exp_avg"]), whole(b["exp_avg"]))
 
 
-# ---- context parallel ----
-
-
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -310,9 +301,6 @@ def context_parallel(rank: int, device: str) -> None:
     spread, alone = (gradients(True, each) for each in (True, False))
     for p, q, plain in zip(spread, alone, exact, strict=True):  # scales of other tokens
         assert error(p, plain) < 1.5 * error(q, plain) + max(1e-5, torch.finfo(dtype).eps)
-
-
-# ---- pipelines ----
 
 
 def pipelines(rank: int, device: str) -> None:

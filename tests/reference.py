@@ -100,9 +100,6 @@ def recipe(name: str, **overrides: Any) -> Config:
     return Config(**{**fields[name], **overrides})
 
 
-# ---------------------------------------------------------------------------- Floating-point types
-
-
 @_quiet
 def round_bf16(values: Floats) -> Singles:
     """To bfloat16, nearest even. NaN becomes 0x7fc0. "Integer GEMM and dequantisation"."""
@@ -130,9 +127,6 @@ def bf16_bits(values: Floats) -> NDArray[np.uint16]:
 def bf16_values(bits: NDArray[np.uint16]) -> Singles:
     """Return the float32 values of bfloat16 bit patterns; reverses :func:`bf16_bits`."""
     return (np.asarray(bits).astype(_u32) << _u32(16)).view(_f32)
-
-
-# -------------------------------------------------------------------------------------- Random bits
 
 
 def philox4x32(counter: NDArray[Any], key: NDArray[Any]) -> NDArray[np.uint32]:
@@ -175,9 +169,6 @@ def random_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> Bytes:
     return words.astype("<u4").view(np.uint8).reshape(rows, per_row * 16)[:, :cols].copy()
 
 
-# --------------------------------------------------------------------------------------------- FWHT
-
-
 @_quiet
 def fwht(
     x: Floats, *, axis: int = -1, block: int = 16, out_dtype: str | None = None
@@ -202,9 +193,6 @@ def _butterflies(v: Singles) -> Singles:
         v = np.stack([low + high, low - high], axis=2).reshape(count, n)
         h *= 2
     return v
-
-
-# ----------------------------------------------------------------------------------------- Low rank
 
 
 class LowRank(NamedTuple):
@@ -352,9 +340,6 @@ def _sketch(tokens: Singles, rank: int, side: str, key: KeyLike) -> Singles:
     return kept
 
 
-# ------------------------------------------------------------------------------ Scales and rounding
-
-
 @_quiet
 def scale_of(amax: Singles, bits: int) -> tuple[Singles, Singles]:
     """``scale`` and ``inv`` of sets with these largest magnitudes. Source: "Scales".
@@ -469,9 +454,6 @@ def _round_scaled(
     return round_codes(np.where(inv == 0, _f32(0), values), inv, bits, rounding, u)
 
 
-# --------------------------------------------------------------------------------------------- INT4
-
-
 def pack_int4(q: Codes) -> Bytes:
     """Two codes a byte, low nibble first: uint8 ``[R, ceil(C/2)]``. Source: "INT4".
 
@@ -492,9 +474,6 @@ def unpack_int4(packed: Bytes, columns: int | None = None) -> Codes:
     nibbles[:, 1::2] = packed >> 4
     codes = np.where(nibbles > 7, nibbles - 16, nibbles).astype(np.int8)
     return codes if columns is None else codes[:, :columns].copy()
-
-
-# -------------------------------------------------------------------- Integer GEMM, dequantisation
 
 
 def gemm_int8(
@@ -559,9 +538,6 @@ def _finish(result: Singles, before: Floats | None, out_dtype: str) -> NDArray[A
     if before is not None:
         result = _widen(before) + result
     return _store(result, out_dtype)
-
-
-# -------------------------------------------------------------------------------- The linear layer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -822,9 +798,6 @@ def bias_gradient(gy: Floats) -> Singles:
     return total.astype(_f32)
 
 
-# -------------------------------------------------------------------------------- The 8-bit forward
-
-
 @_quiet
 def quantize_forward_operand(
     values: Floats, block: int = 64, exponents: Codes | None = None
@@ -924,9 +897,6 @@ def _add_bias(product: Singles, bias: Singles) -> Singles:
     return product + bias[None, :]
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def _transform_features(values: Singles, n: int) -> Singles:
     """``[R, C]`` -> ``[R, Kp]``: FWHT of blocks of n along C, then zeros up to 16 columns."""
     return _pad_columns(fwht(_pad_columns(values, n), block=n), 16)
@@ -937,9 +907,6 @@ def _pairs(
 ) -> tuple[Codes, Codes, Singles, Singles]:
     """Two (codes, scale) pairs in the argument order of :func:`gemm_int8`."""
     return a[0], b[0], a[1], b[1]
-
-
-# ------------------------------------------------------------------------------------ Small helpers
 
 
 def _widen(values: Floats) -> Singles:

@@ -316,8 +316,6 @@ TEST_F(TrustCuda, every_plan_equals_cpu) {
   report(findings);
 }
 
-// ---- separate and overlapped launches ----------------------------------------------------------
-
 namespace {
 
 std::uint64_t hash_of(const char* data, std::size_t bytes) {
@@ -467,8 +465,6 @@ TEST_F(TrustCuda, overlapping_launches_change_nothing) {
   report(findings);
 }
 
-// ---- threads and streams -----------------------------------------------------------------------
-
 // 64 threads share 8 streams, so that the launches of several layers interleave.
 TEST_F(TrustCuda, threads_on_shared_streams) {
   constexpr int threads = 64, streams = 8, layers = 12;
@@ -527,8 +523,6 @@ TEST_F(TrustCuda, threads_on_shared_streams) {
               static_cast<long long>(findings.cases), clock.seconds(), free_before, free_after);
   report(findings);
 }
-
-// ---- sizes past 2^31 ---------------------------------------------------------------------------
 
 namespace {
 
@@ -694,8 +688,6 @@ TEST_F(TrustCuda, large_weight) {
   compare_large(stream_, "default", {64, 131072, 16400});
 }
 
-// ---- memory of other kinds ---------------------------------------------------------------------
-
 namespace {
 
 // Compares a layer on CUDA, in memory of another kind, with the CPU.
@@ -736,8 +728,6 @@ TEST_F(TrustCuda, managed_memory) {
 TEST_F(TrustCuda, pinned_memory) {  // the device accesses the host's memory at the same address
   compare_in_memory(stream_, [](void** at, auto bytes) { return cudaMallocHost(at, bytes); });
 }
-
-// ---- errors of CUDA ----------------------------------------------------------------------------
 
 namespace {
 

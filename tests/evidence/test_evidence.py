@@ -33,9 +33,6 @@ def generator(rng: np.random.Generator) -> torch.Generator:
     return torch.Generator().manual_seed(int(rng.integers(1 << 31)))
 
 
-# ---- data ----
-
-
 def test_photographs_share_no_pixel(rng: np.random.Generator) -> None:
     """No training tile reaches the columns of validation tiles."""
     found = images.Photographs()
@@ -148,9 +145,6 @@ def test_the_supplements_table(
     assert names[2 : 2 + len(methods)] == list(methods)
 
 
-# ---- side by side ----
-
-
 def test_work_side_by_side() -> None:
     work = [(str(i), math.factorial, (i,)) for i in range(5)]
     for jobs in (1, 2):
@@ -160,9 +154,6 @@ def test_work_side_by_side() -> None:
     late = side_by_side.run_all(work, got.__setitem__, budget_s=1e-9)
     assert late == [name for name, *_ in work[len(work) - len(late) :]] and late
     assert len(side_by_side.run_all(work, got.__setitem__, budget_s=60, longest_s=61)) == 5
-
-
-# ---- the paper's tables ----
 
 
 def test_latency(tmp_path: Path) -> None:
@@ -208,9 +199,6 @@ def test_the_formula_is_the_papers_figure() -> None:
         for batch, bar in bench_memory.PAPER_GB[name].items():
             got = (found["fixed_bytes"] + batch * found["image_bytes"]) / 2**30
             assert got == pytest.approx(bar, abs=0.3)
-
-
-# ---- tables, claims and figures ----
 
 
 def test_what_to_switch_on(tmp_path: Path) -> None:

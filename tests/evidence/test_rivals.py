@@ -89,9 +89,6 @@ def unbiased(draw: Callable[[], Tensor], exact: Tensor, count: int) -> None:
     assert z.abs().max() < 5.5, z
 
 
-# ---- all of them ----
-
-
 @pytest.mark.parametrize("method", SIMULATED)
 def test_drop_in(method: str) -> None:
     """The forward is the same unless the name says otherwise; gradients have the same sign."""
@@ -212,9 +209,6 @@ def test_same_layers_as_hotcore() -> None:
         rivals.convert(nn.Sequential(nn.Conv2d(64, 64, 3, padding="same")), "luq", everything)
 
 
-# ---- INT4 ----
-
-
 def test_naive_int4() -> None:
     """Fifteen codes, one scale per tensor, unbiased in g_y for given codes of x and w."""
     x, w, gy = operands()
@@ -224,9 +218,6 @@ def test_naive_int4() -> None:
     wq, xq = quantizers.int_values(w, 4), codes * scale
     unbiased(lambda: gradients("naive_int4", x, w, gy)[0], gy @ wq, 300)
     unbiased(lambda: gradients("naive_int4", x, w, gy)[1], torch.einsum("bto,bti->oi", gy, xq), 300)
-
-
-# ---- LUQ ----
 
 
 def test_luq_values_are_fp4() -> None:
@@ -262,9 +253,6 @@ def test_luq_products() -> None:
     with torch.no_grad():
         torch.testing.assert_close(kept.eval()(x), xq @ wq.t())
     refused(lambda: rivals.method_of("luq", in_eval=True), "in_eval")
-
-
-# ---- LBP-WHT ----
 
 
 def walsh_images(rank: int) -> Tensor:
@@ -315,9 +303,6 @@ def kept_bytes(method: str, x: Tensor, w: Tensor) -> int:
         model(x.clone().requires_grad_())
     own = model[0].weight.data_ptr()
     return sum(t.numel() * t.element_size() for t in kept if t.data_ptr() != own)
-
-
-# ---- The authors' code ----
 
 
 def test_authors_rows() -> None:
@@ -374,9 +359,6 @@ def test_authors_gx() -> None:
     assert errors[0].max() < 0.6 and errors[1].max() > 3
 
 
-# ---- ActNN's two bits ----
-
-
 def test_actnn_layer() -> None:
     x, w, gy = operands(samples=4, ins=32)
     groups = x.numel() // 256
@@ -391,9 +373,6 @@ def test_actnn_layer() -> None:
         conv(torch.randn(2, 8, 16, 16, requires_grad=True))
     sizes = [t.numel() * t.element_size() for t in kept if t.dtype != torch.float32]
     assert sum(sizes) == 4096 // 4 + 4 * 16  # pixels, not the nine-fold unfolded ones
-
-
-# ---- Full precision, LoRA, torchao ----
 
 
 def near(value: tuple[Tensor, ...], x: Tensor, w: Tensor, gy: Tensor, bound: float) -> None:

@@ -35,9 +35,6 @@ SPIN = 20_000_000  # about 10 ms
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 
 
-# ---- streams and threads ----
-
-
 @pytest.mark.parametrize("recipe", ("default", "fast", "paper"))
 def test_threads_at_once(recipe: str, rng: np.random.Generator) -> None:
     """Four threads with a stream and a shape each share no scratch, context or counter."""
@@ -77,9 +74,6 @@ def test_whole_backward_waits_for_its_stream(recipe: str, rng: np.random.Generat
         got = whole_backward(tuple(late), recipe, "cuda", key)
     stream.synchronize()
     assert_equal_backward(got, wanted)
-
-
-# ---- devices ----
 
 
 def test_arrays_of_two_devices_are_refused() -> None:
@@ -153,9 +147,6 @@ def test_a_device_that_is_not_there() -> None:
     assert reason
 
 
-# ---- dtypes and long contractions ----
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ins", [16, 24, 13])
 @pytest.mark.parametrize("recipe", ["default", "accurate"])
@@ -174,9 +165,6 @@ def test_many_tokens_have_the_bits_of_the_cpu(recipe: str, ins: int, dtype: torc
         results.append((new, added))
     for ours, theirs in zip(*results, strict=True):
         assert same_bits(ours, theirs)
-
-
-# ---- CUDA graphs ----
 
 
 Gradients = tuple[torch.Tensor, ...]
@@ -320,9 +308,6 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
         assert not same_bits(second, third), name
 
 
-# ---- the benchmarks' clock ----
-
-
 def test_a_slow_host_does_not_count_as_the_device_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call takes the host 5 ms to queue, and the device almost no time."""
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -337,9 +322,6 @@ def test_a_slow_host_does_not_count_as_the_device_s_time(monkeypatch: pytest.Mon
     measure = timing.cuda_stopwatch()
     assert min(measure(call) for _ in range(5)) < 1.0
     refused(lambda: measure(torch.cuda.synchronize), "waits for the device", RuntimeError)
-
-
-# ---- beside another kernel ----
 
 
 def test_a_call_beside_a_kernel_that_holds_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

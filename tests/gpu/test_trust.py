@@ -60,9 +60,6 @@ def torch_faults() -> ModuleType:
     return module
 
 
-# ---- several GPUs ----
-
-
 def devices() -> list[str]:
     """Return every device; a single device twice."""
     every = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -101,9 +98,6 @@ def test_several_gpus_and_a_process_each(rng: np.random.Generator, record_proper
     alike([json.loads(one) for one in said], record_property)
 
 
-# ---- growth ----
-
-
 def test_steps_without_growth(record_property: Record) -> None:
     """Steps, and abandoned forwards and backwards, leave no byte on the device."""
     steps = int(os.environ.get("HOT_STEPS", "400"))
@@ -119,9 +113,6 @@ def test_steps_without_growth(record_property: Record) -> None:
     assert grown["host"] < 64 << 10  # caches of libraries; a byte per step would exceed it
     assert grown["objects"] < 1000
     assert grown["resident"] < 8 << 20
-
-
-# ---- memory that runs out in the middle of a step ----
 
 
 class Trained:
@@ -279,9 +270,6 @@ def test_memory_that_really_runs_out_on_the_device(record_property: Record) -> N
     assert all(map(same_bits, got, expected))
 
 
-# ---- errors, processes ----
-
-
 def program(tmp_path: Path, text: str) -> str:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(text))
@@ -372,9 +360,6 @@ def test_a_fork_after_cuda_was_used(record_property: Record) -> None:
     assert answer.startswith("ERROR RuntimeError"), answer
     whole_backward(cuda, "default", "cuda", 1)  # the parent still works
     torch.cuda.synchronize()
-
-
-# ---- sizes past 2^31 ----
 
 
 @pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: tens of GB")

@@ -21,9 +21,6 @@ from support import ALL, KEY, OTHER_KEY, data, equal_bits, parted_key, same_bits
 INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
 
 
-# ---- the stages have the bits of the binding ----
-
-
 def test_stages(api: CApi, rng: np.random.Generator) -> None:
     x = data(rng, (33, 48), "special")
     half, key = data(rng, (33, 48)).astype(np.float16), {"key": KEY}
@@ -250,9 +247,6 @@ def test_contexts(api: CApi, rng: np.random.Generator) -> None:
     other.lib.hot_context_destroy(None)
 
 
-# ---- errors ----
-
-
 def refused(call: Callable[[], object], *words: str, status: int = INVALID) -> None:
     with pytest.raises(HotError) as error:
         call()
@@ -442,9 +436,6 @@ def test_errors_are_of_their_thread(api: CApi) -> None:
     assert b"best" in api.lib.hot_last_error()
     api.fwht(np.zeros((1, 16), np.float32))  # a successful call keeps the text
     assert b"best" in api.lib.hot_last_error()
-
-
-# ---- versions ----
 
 
 def test_longer_structs_of_a_later_header(api: CApi) -> None:

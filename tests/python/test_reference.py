@@ -51,9 +51,6 @@ def test_needs_numpy_only() -> None:
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
 
 
-# -------------------------------------------------------------------------------------- Random bits
-
-
 def test_philox_known_answers() -> None:
     # Random123's kat_vectors, 7 rounds
     for counter, key, words in (
@@ -87,8 +84,6 @@ def test_block_numbers_of_48_bits() -> None:
     assert got.tolist() == wanted.tolist()
 
 
-# -------------------------------------------------------------------------------------------- Bases
-
 ORDERS = {
     2: "0 1",
     4: "0 2 1 3",
@@ -121,9 +116,6 @@ def test_kept_rows_are_ascending(rng: np.random.Generator, basis: str, rank: int
     wanted = np.concatenate([sylvester(16)[rows] @ padded[:16], sylvester(16)[rows] @ padded[16:]])
     for side in ("activation", "gradient"):
         assert np.array_equal(ref.hla(x, basis=basis, rank=rank, side=side), wanted)
-
-
-# ------------------------------------------------------------------------------------------- Sketch
 
 
 def walsh_rows(folded: np.ndarray) -> list[int]:
@@ -204,9 +196,6 @@ def test_sketch_words_by_definition() -> None:
     assert ref.sketch_folds(20, 64, 8, key).tolist() == wanted
 
 
-# ------------------------------------------------------------------------------------- Token layout
-
-
 @given(
     samples=st.integers(0, 3),
     height=st.integers(1, 15),
@@ -242,9 +231,6 @@ def test_layout_of_tiles() -> None:
         token(s, i, j) for s in range(2) for i in range(5) for j in range(9) if i == 4 or j == 8
     ]
     assert body.tolist() == tiles + left_over
-
-
-# ----------------------------------------------------------------------------------------- Rounding
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -308,9 +294,6 @@ def test_sets_that_share_a_scale(rng: np.random.Generator, scale: str) -> None:
     back = ref.dequantize(codes, scales, granularity=scale)
     wide = scales.reshape(np.shape(amax)) if axis is not None else scales[None]
     assert np.array_equal(back, codes.astype(f32) * wide)
-
-
-# -------------------------------------------------------------------------------- bfloat16 and INT4
 
 
 def test_bf16_rounding(rng: np.random.Generator) -> None:
@@ -427,9 +410,6 @@ def test_equalised_tokens_come_back(rng: np.random.Generator, storage: str) -> N
     assert np.median(lost) < limit
 
 
-# --------------------------------------------------------------------------------------------- GEMM
-
-
 def test_sums_are_exact_beyond_32_bits() -> None:
     k = 200_000
     a = np.full((2, k), 127, np.int8)
@@ -442,9 +422,6 @@ def test_sums_are_exact_beyond_32_bits() -> None:
     assert np.array_equal(got, sums.astype(f32))
     top = ref.gemm_int8(a[:1, :133_143], b[:, :133_143])
     assert top.dtype == np.int32 and top[0, 0] == 127 * 127 * 133_143
-
-
-# -------------------------------------------------------------------------------- The linear layer
 
 
 def test_nearest_codes_of_the_research_notes() -> None:
