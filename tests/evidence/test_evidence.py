@@ -120,13 +120,9 @@ SUPPLEMENT = ("fp32", "bf16", "naive_int4", "luq", "lbp_wht", "default", "paper 
     ],
 )
 def test_the_supplements_table(
-    kind: str,
-    task: str,
-    methods: tuple[str, ...],
-    tmp_path: Path,
-    rng: np.random.Generator,
+    kind: str, task: str, methods: tuple[str, ...], tmp_path: Path, rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Two steps on a small fake data set; the table has every method's accuracy."""
     mend_torchvision()
     pytest.importorskip("timm")

@@ -70,12 +70,9 @@ class Block(nn.Module):
 
 
 def layer(
-    length: int,
-    outs: int,
-    ins: int,
-    dtype: torch.dtype = torch.float32,
+    length: int, outs: int, ins: int, dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
-) -> Layer:
+) -> Layer:  # fmt: skip
     """Return gy, w, x on the CPU."""
     return (
         torch.randn(length, outs, generator=generator).to(dtype),

@@ -63,12 +63,9 @@ def test_beside_float64(vocab: int, config: Any, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("triton", [True, False])
 def test_rows(
-    vocab: int,
-    dtype: torch.dtype,
-    options: tuple[float, float, float],
-    triton: bool,
+    vocab: int, dtype: torch.dtype, options: tuple[float, float, float], triton: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """A chunk's losses and gradients agree with float64, with NaN in the padding of rows."""
     if not triton:
         monkeypatch.setattr(head, "_kernels", lambda: None)

@@ -86,15 +86,9 @@ def expected_sum(wires: np.ndarray, count: int, factor: float) -> np.ndarray:
     key=keys(),
 )
 def test_any_vector_equals_reference(
-    count: int,
-    parts: int,
-    ranks: int,
-    offset: int,
-    dtypes: tuple[str, str],
-    kind: str,
-    rounding: str,
-    key: Key,
-) -> None:
+    count: int, parts: int, ranks: int, offset: int, dtypes: tuple[str, str], kind: str,
+    rounding: str, key: Key,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(key.seed % 2**32)
     key = key._replace(stream=min(key.stream, 8192 - parts))
     wires = wire_of(count, ranks, parts)

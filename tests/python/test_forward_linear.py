@@ -95,16 +95,9 @@ def test_a_quantised_input_gives_the_same_bits(rng: np.random.Generator, dtype: 
     seed=st.integers(0, 2**32 - 1),
 )
 def test_an_input_that_is_kept_has_the_bits_of_both_calls(
-    recipe: str,
-    storage: str | None,
-    equalize: bool,
-    block: int,
-    shape: tuple[int, int],
-    dtype: str,
-    kind: str,
-    spread: bool,
-    seed: int,
-) -> None:
+    recipe: str, storage: str | None, equalize: bool, block: int, shape: tuple[int, int],
+    dtype: str, kind: str, spread: bool, seed: int,
+) -> None:  # fmt: skip
     config = HotConfig.recipe(recipe, forward_block=block)
     if config.basis == "full" and storage is not None:
         config = dataclasses.replace(config, storage=storage)

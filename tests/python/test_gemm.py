@@ -30,14 +30,9 @@ def exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     seed=st.integers(0, 2**32),
 )
 def test_sums_and_their_dequantisation(
-    bits: int,
-    dtype: str,
-    sizes: tuple[int, int, int],
-    divisor: int,
-    one_scale: tuple[bool, bool],
-    accumulate: bool,
-    seed: int,
-) -> None:
+    bits: int, dtype: str, sizes: tuple[int, int, int], divisor: int, one_scale: tuple[bool, bool],
+    accumulate: bool, seed: int,
+) -> None:  # fmt: skip
     (m, n, k), rng = sizes, np.random.default_rng(seed)
     a, b = codes(rng, m, k, bits), codes(rng, n, k, bits)
     a_scale, b_scale = (

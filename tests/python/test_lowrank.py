@@ -37,17 +37,9 @@ def test_order_equals_reference(basis: str, block: int) -> None:
     seed=st.integers(0, 2**64 - 1),
 )
 def test_any_shape_equals_reference(
-    side: str,
-    basis: str,
-    exponent: int,
-    rank: int,
-    tokens: int,
-    channels: int,
-    grid: tuple[int, int, int] | None,
-    kind: str,
-    gaps: bool,
-    seed: int,
-) -> None:
+    side: str, basis: str, exponent: int, rank: int, tokens: int, channels: int,
+    grid: tuple[int, int, int] | None, kind: str, gaps: bool, seed: int,
+) -> None:  # fmt: skip
     block = 2**exponent
     rank = min(rank, block)
     if basis == "sketch":

@@ -54,13 +54,9 @@ GOOD = {
     ],
 )  # fmt: skip
 def test_what_a_wheel_may_be(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, bytes],
-    platform: str,
-    problem: str | None,
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, bytes], platform: str, problem: str | None,
+) -> None:  # fmt: skip
     wheel = tmp_path / f"hotcore_int8-0.1.0-cp312-abi3-{platform}.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (GOOD | changes).items():

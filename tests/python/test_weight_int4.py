@@ -44,16 +44,9 @@ def parts(codes: hotcore.QuantizedWeightInt4) -> tuple[np.ndarray, np.ndarray, n
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape_equals_reference(
-    block: int,
-    group: int,
-    outs: int,
-    groups: int,
-    missing: int,
-    kind: str,
-    dtype: str,
-    limit: int | None,
-    seed: int,
-) -> None:
+    block: int, group: int, outs: int, groups: int, missing: int, kind: str, dtype: str,
+    limit: int | None, seed: int,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     whole = max(block, group)
     ins = max(0, groups * whole - (missing if missing < block >= group else 0))
