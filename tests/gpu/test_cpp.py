@@ -27,16 +27,10 @@ def test_consumer_of_the_package(tmp_path: Path) -> None:
 def test_consumer_of_a_static_library(tmp_path: Path) -> None:
     # Builds libhot inside the consumer, without CUTLASS, whose kernels take minutes.
     folder = build(
-        CONSUMER,
-        tmp_path / "build",
-        HOTCORE_FROM="subdirectory",
-        HOT_SHARED="OFF",
-        HOT_INSTALL="ON",
-        HOT_CUDA="ON",
-        HOT_CUTLASS="OFF",
-        CMAKE_CUDA_ARCHITECTURES=ARCHS,
+        CONSUMER, tmp_path / "build", HOTCORE_FROM="subdirectory", HOT_SHARED="OFF",
+        HOT_INSTALL="ON", HOT_CUDA="ON", HOT_CUTLASS="OFF", CMAKE_CUDA_ARCHITECTURES=ARCHS,
         CONSUMER_CUDA="ON",
-    )
+    )  # fmt: skip
     assert "GPU: g_x and g_w as on the CPU" in run(folder / "consumer", "--cuda")
     # Also builds from a prefix, whose package must list the dependencies of a static libhot.
     prefix = tmp_path / "prefix"

@@ -35,11 +35,8 @@ def test_adapter_equals_cpu(config: str | hotcore.HotConfig) -> None:
     import hotcore.torch as hot
 
     w, b, x, gy = (
-        torch.randn(48, 32),
-        torch.randn(48),
-        torch.randn(2, 65, 32),
-        torch.randn(2, 65, 48),
-    )
+        torch.randn(48, 32), torch.randn(48), torch.randn(2, 65, 32), torch.randn(2, 65, 48),
+    )  # fmt: skip
     grads = []
     for device in ("cpu", "cuda"):
         leaves = [t.clone().to(device).requires_grad_() for t in (x, w, b)]

@@ -93,11 +93,9 @@ def configs(draw: st.DrawFn) -> HotConfig:
 @given(
     config=configs(),
     sizes=st.tuples(st.integers(0, 150), st.integers(0, 200), st.integers(0, 200)),
-    kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(FLOATS if torch is not None else FLOATS[:2]),
-    key=keys(),
-    same_key=st.booleans(),
-)
+    kind=st.sampled_from(KINDS), dtype=st.sampled_from(FLOATS if torch is not None else FLOATS[:2]),
+    key=keys(), same_key=st.booleans(),
+)  # fmt: skip
 def test_any_config_equals_reference(
     config: HotConfig, sizes: Sizes, kind: str, dtype: str, key: Key, same_key: bool
 ) -> None:
@@ -143,11 +141,9 @@ def full_configs() -> list[HotConfig]:
 @given(
     shape=st.tuples(st.integers(0, 300), st.integers(0, 150)),
     ends=st.tuples(st.integers(0, 300), st.integers(0, 300)),
-    config=st.sampled_from(full_configs()),
-    kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(["float32", "float16"]),
-    seed=st.integers(0, 2**32 - 1),
-)
+    config=st.sampled_from(full_configs()), kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(["float32", "float16"]), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
 def test_any_tokens_decompress(
     shape: Sizes, ends: Sizes, config: HotConfig, kind: str, dtype: str, seed: int
 ) -> None:

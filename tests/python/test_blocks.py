@@ -76,15 +76,11 @@ def expected_sum(wires: np.ndarray, count: int, factor: float) -> np.ndarray:
 
 
 @given(
-    count=st.one_of(st.integers(0, 200), st.integers(200, 5000)),
-    parts=st.integers(1, 9),
-    ranks=st.integers(1, 8),
-    offset=st.integers(0, 9),
-    dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
-    kind=st.sampled_from(KINDS),
-    rounding=st.sampled_from(ROUNDINGS),
-    key=keys(),
-)
+    count=st.one_of(st.integers(0, 200), st.integers(200, 5000)), parts=st.integers(1, 9),
+    ranks=st.integers(1, 8), offset=st.integers(0, 9),
+    dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)), kind=st.sampled_from(KINDS),
+    rounding=st.sampled_from(ROUNDINGS), key=keys(),
+)  # fmt: skip
 def test_any_vector_equals_reference(
     count: int, parts: int, ranks: int, offset: int, dtypes: tuple[str, str], kind: str,
     rounding: str, key: Key,

@@ -50,10 +50,8 @@ def check_against_reference(x: object, w: object, bias: object, block: int, dtyp
 @pytest.mark.parametrize("block", BLOCKS)
 @given(
     shape=st.tuples(st.integers(0, 200), st.integers(0, 100), st.integers(0, 260)),
-    kind=st.sampled_from(KINDS),
-    biased=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-)
+    kind=st.sampled_from(KINDS), biased=st.booleans(), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
 def test_any_shape_equals_reference(
     block: int, shape: tuple[int, int, int], kind: str, dtype: str, biased: bool, seed: int
 ) -> None:
@@ -84,16 +82,12 @@ def test_a_quantised_input_gives_the_same_bits(rng: np.random.Generator, dtype: 
 
 
 @given(
-    recipe=st.sampled_from(tuple(RECIPES)),
-    storage=st.sampled_from((None, "int8", "int4")),
-    equalize=st.booleans(),
-    block=st.sampled_from(BLOCKS),
+    recipe=st.sampled_from(tuple(RECIPES)), storage=st.sampled_from((None, "int8", "int4")),
+    equalize=st.booleans(), block=st.sampled_from(BLOCKS),
     shape=st.tuples(st.integers(0, 140), st.integers(0, 150)),
     dtype=st.sampled_from(("float32", "float16", *(("bfloat16",) if torch else ()))),
-    kind=st.sampled_from(KINDS),
-    spread=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-)
+    kind=st.sampled_from(KINDS), spread=st.booleans(), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
 def test_an_input_that_is_kept_has_the_bits_of_both_calls(
     recipe: str, storage: str | None, equalize: bool, block: int, shape: tuple[int, int],
     dtype: str, kind: str, spread: bool, seed: int,

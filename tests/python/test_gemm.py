@@ -24,11 +24,9 @@ def exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("bits", [8, 4])
 @given(
     sizes=st.tuples(*[st.integers(0, 70)] * 2, st.sampled_from(SIZES) | st.integers(0, 300)),
-    divisor=st.sampled_from([1, 2, 16, 64]),
-    one_scale=st.tuples(st.booleans(), st.booleans()),
-    accumulate=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
+    divisor=st.sampled_from([1, 2, 16, 64]), one_scale=st.tuples(st.booleans(), st.booleans()),
+    accumulate=st.booleans(), seed=st.integers(0, 2**32),
+)  # fmt: skip
 def test_sums_and_their_dequantisation(
     bits: int, dtype: str, sizes: tuple[int, int, int], divisor: int, one_scale: tuple[bool, bool],
     accumulate: bool, seed: int,

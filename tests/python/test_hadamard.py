@@ -31,14 +31,10 @@ def matrix(order: int) -> np.ndarray:
 
 
 @given(
-    exponent=st.integers(0, 6),
-    blocks=st.integers(0, 3),
-    others=st.lists(st.integers(0, 7), min_size=0, max_size=3),
-    axis=st.integers(0, 3),
-    kind=st.sampled_from(KINDS),
-    gaps=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
+    exponent=st.integers(0, 6), blocks=st.integers(0, 3),
+    others=st.lists(st.integers(0, 7), min_size=0, max_size=3), axis=st.integers(0, 3),
+    kind=st.sampled_from(KINDS), gaps=st.booleans(), seed=st.integers(0, 2**32),
+)  # fmt: skip
 def test_any_shape_equals_reference(
     exponent: int, blocks: int, others: list[int], axis: int, kind: str, gaps: bool, seed: int
 ) -> None:

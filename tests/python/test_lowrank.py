@@ -27,15 +27,11 @@ def test_order_equals_reference(basis: str, block: int) -> None:
 @pytest.mark.parametrize("basis", BASES)
 @pytest.mark.parametrize("side", SIDES)
 @given(
-    exponent=st.integers(1, 6),
-    rank=st.integers(1, 64),
-    tokens=st.integers(0, 200),
+    exponent=st.integers(1, 6), rank=st.integers(1, 64), tokens=st.integers(0, 200),
     channels=st.integers(0, 40),
     grid=st.none() | st.tuples(st.integers(1, 14), st.integers(1, 16), st.integers(0, 5)),
-    kind=st.sampled_from(KINDS),
-    gaps=st.booleans(),
-    seed=st.integers(0, 2**64 - 1),
-)
+    kind=st.sampled_from(KINDS), gaps=st.booleans(), seed=st.integers(0, 2**64 - 1),
+)  # fmt: skip
 def test_any_shape_equals_reference(
     side: str, basis: str, exponent: int, rank: int, tokens: int, channels: int,
     grid: tuple[int, int, int] | None, kind: str, gaps: bool, seed: int,

@@ -32,15 +32,10 @@ def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
 
 
 @given(
-    rows=st.integers(0, 40),
-    columns=st.integers(0, 150),
-    bits=st.sampled_from([4, 8]),
-    scale=st.sampled_from(SCALES),
-    rounding=st.sampled_from(ROUNDINGS),
-    kind=st.sampled_from(KINDS),
-    gaps=st.booleans(),
-    key=keys(),
-)
+    rows=st.integers(0, 40), columns=st.integers(0, 150), bits=st.sampled_from([4, 8]),
+    scale=st.sampled_from(SCALES), rounding=st.sampled_from(ROUNDINGS), kind=st.sampled_from(KINDS),
+    gaps=st.booleans(), key=keys(),
+)  # fmt: skip
 def test_any_shape_equals_reference(
     rows: int, columns: int, bits: int, scale: str, rounding: str, kind: str, gaps: bool, key: Key
 ) -> None:

@@ -197,12 +197,9 @@ def test_sketch_words_by_definition() -> None:
 
 
 @given(
-    samples=st.integers(0, 3),
-    height=st.integers(1, 15),
-    width=st.integers(1, 15),
-    prefix=st.integers(0, 3),
-    bits=st.integers(1, 6),
-)
+    samples=st.integers(0, 3), height=st.integers(1, 15), width=st.integers(1, 15),
+    prefix=st.integers(0, 3), bits=st.integers(1, 6),
+)  # fmt: skip
 def test_layout_is_bijective(samples: int, height: int, width: int, prefix: int, bits: int) -> None:
     tokens = samples * (prefix + height * width)
     spec = ref.LowRank("lowpass", 1, 1 << bits, None, (height, width), prefix)

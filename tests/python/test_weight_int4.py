@@ -33,16 +33,11 @@ def parts(codes: hotcore.QuantizedWeightInt4) -> tuple[np.ndarray, np.ndarray, n
 
 
 @given(
-    block=st.sampled_from((1, 16, 32, 64, 256)),
-    group=st.sampled_from((32, 64)),
-    outs=st.integers(0, 20),
-    groups=st.integers(0, 5),
-    missing=st.integers(0, 31),
-    kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(FLOATS),
-    limit=st.sampled_from((None, 0, 4, 127)),
-    seed=st.integers(0, 2**32 - 1),
-)
+    block=st.sampled_from((1, 16, 32, 64, 256)), group=st.sampled_from((32, 64)),
+    outs=st.integers(0, 20), groups=st.integers(0, 5), missing=st.integers(0, 31),
+    kind=st.sampled_from(KINDS), dtype=st.sampled_from(FLOATS),
+    limit=st.sampled_from((None, 0, 4, 127)), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
 def test_any_shape_equals_reference(
     block: int, group: int, outs: int, groups: int, missing: int, kind: str, dtype: str,
     limit: int | None, seed: int,

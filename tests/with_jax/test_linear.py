@@ -110,14 +110,9 @@ def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> 
     arrays = layer(rng, 30)
     wanted = gradients(*arrays, key_of(7))
     for key in (
-        jax.random.key(7),
-        jax.random.PRNGKey(7),
-        np.array([0, 7], np.uint32),
-        np.int64(7),
-        np.array(7, np.uint8),
-        jnp.int32(7),
-        jnp.uint32(7),
-    ):
+        jax.random.key(7), jax.random.PRNGKey(7), np.array([0, 7], np.uint32), np.int64(7),
+        np.array(7, np.uint8), jnp.int32(7), jnp.uint32(7),
+    ):  # fmt: skip
         for got, expected in zip(gradients(*arrays, key), wanted, strict=True):
             equal_bits(np.asarray(got), np.asarray(expected), repr(key))
     got = jax.grad(lambda w: weighted(*arrays[:2], w, arrays[3], np.int64(SEED))[0])(arrays[2])
