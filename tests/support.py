@@ -51,22 +51,21 @@ def without_broken_torchvision() -> Iterator[None]:
             yield
 
 
+def ran(*words: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, whatever its status."""
+    command = [str(word) for word in words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
 def output_of(*arguments: str, folder: Path, timeout: float) -> str:
     """Return the output of a Python program that must succeed without messages on stderr.
 
     It imports from the paths of this process and from `folder`.
     """
     paths = [str(Path(hotcore.__file__).parents[1]), str(folder), *sys.path]
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = ran(sys.executable, *arguments, env=environment, timeout=timeout)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 

@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,7 +25,7 @@ from c_api import (
 )
 from hotcore import HotConfig, Key, _core
 from hotcore.config import FIELDS, RECIPES
-from support import ALL, KEY, OTHER_KEY, data, equal_bits, parted_key, same_bits
+from support import ALL, KEY, OTHER_KEY, data, equal_bits, parted_key, ran, same_bits
 
 INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
 
@@ -480,9 +479,7 @@ def test_libhot_exports_its_own_names_alone() -> None:
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("needs nm")
-    listed = subprocess.run(
-        [nm, "-D", "--defined-only", library()._name], capture_output=True, text=True, check=True
-    ).stdout
+    listed = ran(nm, "-D", "--defined-only", library()._name).stdout
     symbols = {line.split()[-1] for line in listed.splitlines()}
     plain = {name for name in symbols if not re.match(r"_Z(N|NK|TIN|TSN|TVN)3hot", name)}
     assert plain == set(prototypes())

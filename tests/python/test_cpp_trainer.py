@@ -1,12 +1,12 @@
 """examples/cpp_trainer on the CPU: it builds as its README section says, and it learns."""
 
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cpp_projects import TRAINER, build, check_curves, curves, run
+from support import ran
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.long
@@ -57,7 +57,5 @@ def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
         ([digits, "--speed", "1"], "unknown option: --speed"),
         ([digits, digits], "two files"),
     ):
-        done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert done.stdout == ""
+        done = ran(program, *words)
+        assert (done.returncode, done.stdout) == (1, "") and message in done.stderr

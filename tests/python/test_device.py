@@ -1,7 +1,6 @@
 """The verdict on a GPU: by a table, in `info`, and at the first call. No GPU is needed."""
 
 import json
-import subprocess
 import sys
 import types
 import warnings
@@ -13,7 +12,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import _core, contexts, info, selftest
-from support import refused
+from support import ran, refused
 
 PAIR = "80-real;90a-real"
 
@@ -186,8 +185,7 @@ def test_info_prints_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     code = (
         "import sys; sys.modules['torch'] = None\nfrom hotcore import info; info.main(['--json'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    facts: dict[str, Any] = json.loads(done.stdout)
+    facts: dict[str, Any] = json.loads(ran(sys.executable, "-c", code).stdout)
     (gpu,) = facts["gpus"]
     assert (gpu["name"], gpu["compute_capability"]) == ("NVIDIA H200", [9, 0])
     assert (gpu["source"], gpu["level"]) == ("nvidia-smi", "full" if _core.cuda_wgmma() else "none")

@@ -1,7 +1,6 @@
 """``python -m hotcore.info``, and the imports of hotcore."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import numpy as np
 import pytest
 from hotcore import _core, info
 from hotcore.config import RECIPES
-from support import isas
+from support import isas, ran
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    done = ran(sys.executable, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 

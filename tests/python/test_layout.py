@@ -1,11 +1,11 @@
 """CONTRIBUTING.md's rules on the places of code, checked in the files."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
@@ -112,8 +112,7 @@ def test_a_browser_measures_pages(tmp_path: Path) -> None:
     for name, width in (("narrow", 300), ("wide", 600)):
         page = f'<!doctype html><div style="width: {width}px">text</div>'
         (tmp_path / f"{name}.html").write_text(page)
-    command = [sys.executable, str(ROOT / "scripts/check_pages.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ran(sys.executable, ROOT / "scripts/check_pages.py", tmp_path)
     if "no browser" in done.stdout:
         pytest.skip(done.stdout)
     assert done.returncode == 1 and "wide.html is 6" in done.stdout, done

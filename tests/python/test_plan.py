@@ -1,6 +1,5 @@
 """Plans of CUDA calls, as hotcore.explain returns them; no GPU is needed."""
 
-import subprocess
 import sys
 from typing import Any
 
@@ -8,7 +7,7 @@ import hotcore
 import pytest
 from hotcore import HotConfig, _core, info
 from hotcore.plans import Explanation
-from support import refused
+from support import ran, refused
 
 
 def explain(*shape: int, **options: Any) -> Explanation:
@@ -93,8 +92,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "hotcore.info", "--explain", "25216", "3072", "768"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = ran(sys.executable, "-m", "hotcore.info", "--explain", 25216, 3072, 768)
     assert done.stdout == hotcore.explain(25216, 3072, 768).text
     assert info.main(["--explain", "64", "32", "16", "--device", "sm_80", "--recipe", "fast"]) == 0
     expected = hotcore.explain(64, 32, 16, "fast", device="sm_80").text

@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import hotcore
 import pytest
 from hotcore import HotConfig, _core, _strict_json
-from support import refused
+from support import ran, refused
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "hotcore"
@@ -202,18 +201,11 @@ def test_no_network_at_run_time(tmp_path: Path) -> None:
     """Make every Python event that opens a connection raise; without network where possible."""
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
-    words = [sys.executable, str(script)]
     paths = os.pathsep.join([str(Path(hotcore.__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths}
     before = ["unshare", "--map-root-user", "--net"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*before, "true"], capture_output=True, check=False).returncode
-    ):
+    if shutil.which("unshare") is None or ran(*before, "true").returncode:
         before = []  # only the guard
-    done = subprocess.run(
-        [*before, *words], env=environment, capture_output=True, text=True, check=False
-    )
+    done = ran(*before, sys.executable, script, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done"]
 
@@ -231,10 +223,7 @@ def test_libhot_imports_no_call_that_leaves_the_process() -> None:
     libraries = list((Path(hotcore.__file__).parent / "lib").glob("libhot.so*"))
     if shutil.which("nm") is None or not libraries or _core.built_with_cuda():
         pytest.skip("needs nm and a shared libhot without CUDA")
-    done = subprocess.run(
-        ["nm", "-D", "--undefined-only", str(libraries[0])],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = ran("nm", "-D", "--undefined-only", libraries[0])
     names = {line.split()[-1].split("@")[0] for line in done.stdout.splitlines()}
     assert "memcpy" in names  # the list is not empty
     assert not names & SYSTEM_CALLS
