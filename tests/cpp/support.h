@@ -13,6 +13,7 @@
 #include <functional>
 #include <limits>
 #include <random>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,6 +60,14 @@ inline std::vector<std::int8_t> codes(std::int64_t count, int limit) {
   std::vector<std::int8_t> values(static_cast<std::size_t>(count));
   for (auto& value : values) value = static_cast<std::int8_t>(random_int(-limit, limit));
   return values;
+}
+
+// Text of values one after another.
+template <class... Parts>
+std::string words(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
 }
 
 // Matrix in poisoned memory, with gaps between rows and a margin before and after. `margins_intact`
@@ -137,6 +146,19 @@ template <class T>
 TensorView as_vector(std::vector<T>& values, DType dtype) {
   return hot::vector(static_cast<void*>(values.data()), dtype,
                      static_cast<std::int64_t>(values.size()));
+}
+
+// The transposed matrix.
+inline TensorView turned(TensorView view) {
+  std::swap(view.shape[0], view.shape[1]);
+  std::swap(view.stride[0], view.stride[1]);
+  return view;
+}
+
+// Contiguous array of three dimensions.
+inline TensorView cube(void* data, DType dtype, std::int64_t a, std::int64_t b, std::int64_t c,
+                       hot::Device device = {}) {
+  return {data, dtype, device, 3, {a, b, c}, {b * c, c, 1}};
 }
 
 struct Scratch {

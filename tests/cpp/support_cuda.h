@@ -90,6 +90,13 @@ class Mirrored {
     return reinterpret_cast<T*>(on_gpu ? device_.data() : host.data());
   }
 
+  // Random codes in all bytes.
+  void fill_codes() {
+    const auto values = codes(static_cast<std::int64_t>(host.size()), 127);
+    std::memcpy(host.data(), values.data(), values.size());
+    push();
+  }
+
   std::vector<char> host;
 
  private:

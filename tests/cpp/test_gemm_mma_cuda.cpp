@@ -7,18 +7,10 @@
 #include "plan/plan.h"
 
 using namespace hot_test;
-using hot::detail::GemmArgs;
-using hot::detail::mma_can;
-using hot::detail::mma_choose;
-using hot::detail::mma_plan_of;
-using hot::detail::mma_tile_count;
-using hot::detail::mma_tiles;
-using hot::detail::mma_workspace;
-using hot::detail::MmaCodes;
-using hot::detail::MmaDevice;
-using hot::detail::MmaPart;
-using hot::detail::MmaPlan;
-using hot::detail::MmaProduct;
+using hot::detail::GemmArgs, hot::detail::mma_tile_count, hot::detail::mma_tiles;
+using hot::detail::mma_can, hot::detail::mma_choose, hot::detail::mma_plan_of;
+using hot::detail::mma_workspace, hot::detail::MmaCodes, hot::detail::MmaDevice;
+using hot::detail::MmaPart, hot::detail::MmaPlan, hot::detail::MmaProduct;
 
 namespace {
 
@@ -48,10 +40,8 @@ void mma_gemm(const hot::Context& context, const GemmArgs& args, MmaCodes codes,
 constexpr DType out_types[] = {DType::f32, DType::f16, DType::bf16, DType::i32};
 
 std::string plan_text(const MmaPlan& plan) {
-  return std::string(mma_tiles[plan.tile].name) + ", " + std::to_string(plan.blocks) +
-         " thread blocks, band " + std::to_string(plan.band) + ", " + std::to_string(plan.whole) +
-         " tiles whole, " + std::to_string(plan.shared) + " shared by " +
-         std::to_string(plan.sharers);
+  return words(mma_tiles[plan.tile].name, ", ", plan.blocks, " thread blocks, band ", plan.band,
+               ", ", plan.whole, " tiles whole, ", plan.shared, " shared by ", plan.sharers);
 }
 
 class GemmMmaCuda : public CudaTest {
@@ -141,10 +131,8 @@ TEST_F(GemmMmaCuda, every_tile_equals_cpu) {
 TEST_F(GemmMmaCuda, longest_contraction_is_exact) {
   // 128 * 128 * K is the largest sum that 32 bits hold.
   for (int tile = 0; tile < mma_tile_count; ++tile) {
-    Options options;
-    options.dtype = DType::f32;
-    options.extreme = true;
     if (!in_part(tile)) continue;
+    const Options options{DType::f32, Layout::rows, false, true};
     expect_as_cpu(3, 8, hot::detail::int32_safe_k, options, tile);
   }
 }
@@ -153,10 +141,7 @@ TEST_F(GemmMmaCuda, longer_contractions_are_exact) {
   for (int tile = 0; tile < mma_tile_count; ++tile) {
     for (const bool extreme : {false, true}) {
       for (const DType dtype : float_types) {
-        Options options;
-        options.dtype = dtype;
-        options.extreme = extreme;
-        options.accumulate = random_int(0, 1) == 0;
+        const Options options{dtype, Layout::rows, random_int(0, 1) == 0, extreme};
         if (!in_part(tile)) continue;
         expect_as_cpu(3, 8, hot::detail::int32_safe_k + random_int(1, 300000), options, tile);
         if (extreme) continue;

@@ -33,8 +33,8 @@ void small_gemms(const hot::Context& context, const std::vector<GemmArgs>& produ
 }
 
 std::string plan_text(const SmallPlan& plan) {
-  return "tile " + std::to_string(plan.tile_m) + ", cluster " + std::to_string(plan.cluster) +
-         ", shares " + std::to_string(plan.share[0]) + " " + std::to_string(plan.share[1]);
+  return words("tile ", plan.tile_m, ", cluster ", plan.cluster, ", shares ", plan.share[0], " ",
+               plan.share[1]);
 }
 
 class GemmSmallCuda : public CudaTest {

@@ -32,11 +32,8 @@ class StagesCuda : public CudaTest {
   void compare_aligned_gemm(const GemmShape& shape, DType dtype, bool accumulate, int arch) {
     const std::int64_t M = shape.M, N = shape.N, K = shape.K;
     Mirror a(M, K, DType::i8, 16 * random_int(0, 2)), b(N, K, DType::i8, 16 * random_int(0, 2));
-    for (Mirror* m : {&a, &b}) {
-      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
-      std::memcpy(m->host.data(), values.data(), values.size());
-      m->push();
-    }
+    a.fill_codes();
+    b.fill_codes();
     const std::int64_t a_scales = random_int(0, 2) == 0 ? 1 : M,
                        b_scales = random_int(0, 2) == 0 ? 1 : N;
     Mirror sa(1, a_scales, DType::f32), sb(1, b_scales, DType::f32);
@@ -55,9 +52,8 @@ class StagesCuda : public CudaTest {
       }
       check(cudaStreamSynchronize(stream_));
     });
-    out.expect_equal("gemm " + std::string(hot::dtype_name(dtype)) + " " + std::to_string(M) + " " +
-                     std::to_string(N) + " " + std::to_string(K) + ", arch " +
-                     std::to_string(arch) + (accumulate ? ", accumulating" : ""));
+    out.expect_equal(words("gemm ", hot::dtype_name(dtype), " ", M, " ", N, " ", K, ", arch ", arch,
+                           accumulate ? ", accumulating" : ""));
   }
 };
 
@@ -93,15 +89,12 @@ TEST_F(StagesCuda, blocks_equal_cpu) {
                              hot::matrix(base + rank * parts * bytes, DType::i8, parts, bytes, 0,
                                          on_gpu ? gpu : hot::Device{}));
         }
-        TensorView all = hot::vector(base, DType::i8, 0, on_gpu ? gpu : hot::Device{});
-        all.ndim = 3;
-        all.shape[0] = ranks, all.shape[1] = parts, all.shape[2] = bytes;
-        all.stride[0] = parts * bytes, all.stride[1] = bytes, all.stride[2] = 1;
+        const hot::Device device = on_gpu ? gpu : hot::Device{};
+        const TensorView all = cube(base, DType::i8, ranks, parts, bytes, device);
         hot::sum_blocks(c, all, 1.0F / 3, out.flat(on_gpu));
       });
-      const std::string what = std::to_string(n) + " values of " + hot::dtype_name(dtype) + ", " +
-                               std::to_string(ranks) + " ranks, " + std::to_string(parts) +
-                               " parts, " + hot::rounding_name(rounding);
+      const std::string what = words(n, " values of ", hot::dtype_name(dtype), ", ", ranks,
+                                     " ranks, ", parts, " parts, ", hot::rounding_name(rounding));
       wire.expect_equal(what + ": wire");
       out.expect_equal(what + ": sum in " + hot::dtype_name(out_type));
     }
@@ -153,9 +146,9 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
           Mirror a(M, K, DType::i8), b(N, K, DType::i8), out(M, N, dtype);
           Mirror a_scale(1, 1, DType::f32), b_scale(1, N, DType::f32);
           for (Mirror* m : {&a, &b}) {
-            const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
-            std::memcpy(m->host.data(), values.data(), values.size());
-            if (one.largest) std::fill(m->host.begin(), m->host.end(), static_cast<char>(127));
+            m->fill_codes();
+            if (!one.largest) continue;
+            std::fill(m->host.begin(), m->host.end(), static_cast<char>(127));
             m->push();
           }
           a_scale.fill({0x1p-20F});
@@ -172,9 +165,8 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
           run(context(false, {}), false);
           hot::Context c = context(true, {});
           run(arch == 0 ? c : c.with_arch(arch), true);
-          out.expect_equal(std::string(hot::dtype_name(dtype)) + " " + std::to_string(M) + " " +
-                           std::to_string(N) + " " + std::to_string(K) + " arch " +
-                           std::to_string(arch) + (accumulate ? ", accumulating" : ""));
+          out.expect_equal(words(hot::dtype_name(dtype), " ", M, " ", N, " ", K, " arch ", arch,
+                                 accumulate ? ", accumulating" : ""));
         }
       }
     }

@@ -142,8 +142,8 @@ bool ran(const RandomCase& one, const hot::Context& context, const Side& side, F
     one.run(context, side);
     return true;
   } catch (const std::exception& error) {
-    findings.note("case " + std::to_string(one.seed) + " (" + one.what + "), " +
-                  (side.on_gpu ? "CUDA: " : "CPU: ") + error.what());
+    findings.note(words("case ", one.seed, " (", one.what, "), ",
+                        side.on_gpu ? "CUDA: " : "CPU: ", error.what()));
     const std::lock_guard<std::mutex> lock(findings.mutex);
     ++findings.errors;
     return false;
@@ -173,9 +173,8 @@ void compare(const RandomCase& one, const char* cpu, const char* cuda, Findings&
     }
   }
   if (bad_integers + bad_floats + bad_sums > 0) {
-    findings.note("case " + std::to_string(one.seed) + " (" + one.what +
-                  "): " + std::to_string(bad_integers) + " codes, " + std::to_string(bad_floats) +
-                  " results, " + std::to_string(bad_sums) + " sums differ");
+    findings.note(words("case ", one.seed, " (", one.what, "): ", bad_integers, " codes, ",
+                        bad_floats, " results, ", bad_sums, " sums differ"));
   }
   const std::lock_guard<std::mutex> lock(findings.mutex);
   ++findings.cases;
@@ -206,6 +205,11 @@ void on_threads(int count, Findings& findings, const std::function<void(int)>& w
 // Records a property of the running test, in a form that every version of gtest accepts.
 void property(const char* name, std::int64_t value) {
   testing::Test::RecordProperty(name, std::to_string(value));
+}
+
+template <class... Parts>
+void print(const Parts&... parts) {
+  std::printf("%s\n", words(parts...).c_str());
 }
 
 void report(const Findings& findings) {
@@ -274,9 +278,8 @@ TEST_F(TrustCuda, random_cases_equal_cpu) {
   property("integers_compared", findings.integers);
   property("results_compared", findings.floats);
   property("milliseconds", static_cast<std::int64_t>(1e3 * clock.seconds()));
-  std::printf("%lld cases, %lld integers and %lld results compared, %.1f s\n",
-              static_cast<long long>(findings.cases), static_cast<long long>(findings.integers),
-              static_cast<long long>(findings.floats), clock.seconds());
+  print(findings.cases, " cases, ", findings.integers, " integers and ", findings.floats,
+        " results compared, ", clock.seconds(), " s");
   EXPECT_EQ(findings.cases, wanted);
   report(findings);
 }
@@ -320,9 +323,8 @@ namespace {
 
 std::uint64_t hash_of(const char* data, std::size_t bytes) {
   std::uint64_t hash = 0x9E3779B97F4A7C15ULL;
-  std::uint64_t word = 0;
-  for (std::size_t at = 0; at < bytes; at += sizeof word) {
-    word = 0;
+  for (std::size_t at = 0; at < bytes; at += 8) {
+    std::uint64_t word = 0;
     std::memcpy(&word, data + at, std::min(sizeof word, bytes - at));
     hash = (hash ^ word) * 0xFF51AFD7ED558CCDULL;
     hash ^= hash >> 32;
@@ -461,7 +463,7 @@ TEST_F(TrustCuda, overlapping_launches_change_nothing) {
   property("cases", static_cast<std::int64_t>(got.size()));
   property("different", different);
   property("milliseconds", static_cast<std::int64_t>(1e3 * clock.seconds()));
-  std::printf("%zu cases, %.1f s\n", got.size(), clock.seconds());
+  print(got.size(), " cases, ", clock.seconds(), " s");
   report(findings);
 }
 
@@ -519,8 +521,8 @@ TEST_F(TrustCuda, threads_on_shared_streams) {
   property("streams", streams);
   property("seconds", static_cast<std::int64_t>(clock.seconds()));
   property("calls", findings.cases);
-  std::printf("%lld calls in %.1f s; free memory before %zu, after %zu\n",
-              static_cast<long long>(findings.cases), clock.seconds(), free_before, free_after);
+  print(findings.cases, " calls in ", clock.seconds(), " s; free memory before ", free_before,
+        ", after ", free_after);
   report(findings);
 }
 
@@ -623,11 +625,11 @@ void compare_large(cudaStream_t stream, const std::string& recipe_name,
     hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, {&vx, &vw, &vb, false},
                          scratch);
     check(cudaStreamSynchronize(stream));
-    std::printf("%s, %s: %.1f s\n", recipe_name.c_str(), on_gpu ? "CUDA" : "CPU", clock.seconds());
+    print(recipe_name, on_gpu ? ", CUDA: " : ", CPU: ", clock.seconds(), " s");
   }
-  EXPECT_EQ(saved.different(), 0) << recipe_name << ": kept x";
-  EXPECT_EQ(gx.different(), 0) << recipe_name << ": g_x";
-  EXPECT_EQ(gw.different(), 0) << recipe_name << ": g_w";
+  for (const auto& [name, array] : {std::pair{"kept x", &saved}, {"g_x", &gx}, {"g_w", &gw}}) {
+    EXPECT_EQ(array->different(), 0) << recipe_name << ": " << name;
+  }
 }
 
 }  // namespace
