@@ -107,7 +107,6 @@ def make(name: str, **fields: Any) -> Struct:
 
 
 def tensor(array: Array) -> Struct:
-    """The view of an array."""
     view = make("hot_tensor", data=array.ctypes.data, ndim=array.ndim)
     view.dtype = CONSTANTS["HOT_" + DTYPES[array.dtype.name]]
     for axis in range(array.ndim):
@@ -136,7 +135,6 @@ class CApi:
         self.call("hot_context_cpu", threads, ctypes.byref(self._context))
 
     def close(self) -> None:
-        """Destroy the context."""
         self.lib.hot_context_destroy(self._context)
         self._context = ctypes.c_void_p()
 
@@ -158,7 +156,6 @@ class CApi:
         return out.value
 
     def key(self, key: Key | int) -> None:
-        """Set the key of the following calls."""
         self.on("hot_context_set_key", *(key if isinstance(key, tuple) else Key(key)))
 
     def spec(self, config: HotConfig | str) -> Struct:

@@ -85,7 +85,6 @@ def report_of(script: Any, path: Path, *words: str) -> Any:
 
 
 def isas() -> list[str]:
-    """Instruction sets of this machine."""
     names = []
     for name in ("plain", "avx2", "avx512", "amx"):
         try:
@@ -121,7 +120,6 @@ def same_on_every_path(call: Callable[[], Any]) -> None:
 
 
 def flat(result: Any) -> list[np.ndarray]:
-    """Arrays of a call's result."""
     if isinstance(result, hotcore.Saved):
         return [numpy_of(result.data)]
     if isinstance(result, tuple):
@@ -228,7 +226,6 @@ def equal_bits(got: Any, wanted: Any, what: str = "") -> None:
 
 
 def same_bits(got: Iterable[Any], wanted: Iterable[Any], what: str = "") -> None:
-    """Assert equal bits of arrays in pairs."""
     for ours, theirs in zip(got, wanted, strict=True):
         equal_bits(ours, theirs, what)
 
@@ -323,7 +320,6 @@ def strided(values: Any) -> Any:
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Cosine between two arrays."""
     x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
     return float(x @ y / np.sqrt((x @ x) * (y @ y)))
 
@@ -343,7 +339,6 @@ def saved_tensors(leaves: bool = False) -> Iterator[list[torch.Tensor]]:
 
 
 def storage_bytes(kept: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> dict[int, int]:
-    """Bytes of each storage of ``kept`` that is not in ``but``."""
     others = {tensor.untyped_storage()._cdata for tensor in but}
     sizes = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in kept)}
     return {key: size for key, size in sizes.items() if key not in others}

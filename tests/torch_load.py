@@ -44,7 +44,6 @@ class _MallInfo(ctypes.Structure):
 
 
 def memory(device: str) -> Memory:
-    """Measure after garbage collection."""
     for _ in range(3):
         gc.collect()
     cuda = device == "cuda"

@@ -186,7 +186,6 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def test_the_formula_is_the_papers_figure() -> None:
-    """Every bar of the figure, within what can be read off."""
     mend_torchvision()
     pytest.importorskip("timm")
     for name in ("fp32", "HOT paper"):
@@ -238,7 +237,6 @@ def test_claims_link_to_what_is_there() -> None:
 
 
 def test_prose_has_the_figures_of_the_table() -> None:
-    """One speed for one model, on every first page."""
     from evidence import RESULTS, speeds
 
     rows = {row.model: row.hot for row in speeds.rows(RESULTS)}
@@ -272,7 +270,6 @@ def test_every_figure(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every format, and hotcore's own layers, on random weights."""
     pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
     from evidence import bench_base

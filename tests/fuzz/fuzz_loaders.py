@@ -67,7 +67,6 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Return outputs of the writers."""
     from hotcore import HotConfig
     from hotcore.config import RECIPES
 
@@ -155,7 +154,6 @@ def in_turns(seconds: float, seed: int) -> dict[str, tuple[int, int]]:
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))

@@ -68,7 +68,6 @@ def test_cupy_on_its_current_stream(cupy: Any, rng: np.random.Generator) -> None
 
 @pytest.mark.parametrize("dtype", ("float32", "float16"))
 def test_cupy_stages(cupy: Any, dtype: str, rng: np.random.Generator) -> None:
-    """Every stage returns CuPy arrays with the CPU's bits."""
     x = rng.standard_normal((48, 32)).astype(dtype)
     for function in (
         *array_functions(dtype),
@@ -98,7 +97,6 @@ def test_cupy_arrays_are_written(cupy: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("recipe", ("default", "fast"))
 def test_jax(jax: Any, recipe: str, rng: np.random.Generator) -> None:
-    """JAX arrays give JAX arrays on the same device."""
     arrays = numpy_layer(rng)
     wanted = expected(arrays, recipe)
     device = jax.devices("gpu")[0]

@@ -53,7 +53,6 @@ def loss(hot: Any, gy: Any, x: Any, w: Any, b: Any, key: Any, config: str = "def
 
 
 def gradients(jax: Any, hot: Any, device: Any, arrays: Any, key: Any, config: str) -> list[Any]:
-    """Return g_x, g_w and g_b, computed on a device."""
     step = jax.jit(jax.grad(functools.partial(loss, hot, config=config), (1, 2, 3)))
     return list(step(*(jax.device_put(array, device) for array in (*arrays, key))))
 

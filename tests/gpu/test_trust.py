@@ -67,7 +67,6 @@ def devices() -> list[str]:
 
 
 def alike(results: list[dict[str, Any]], record_property: Record) -> None:
-    """Check that each device had the CPU's bits."""
     record_property("devices", torch.cuda.device_count())
     record_property("layers", sum(result["layers"] for result in results))
     record_property("different", sum(result["different"] for result in results))
@@ -76,7 +75,6 @@ def alike(results: list[dict[str, Any]], record_property: Record) -> None:
 
 
 def test_several_gpus_of_one_process(rng: np.random.Generator, record_property: Record) -> None:
-    """Several devices work at the same time, a thread each."""
     seed = int(rng.integers(1 << 30))
     every = devices()
     with ThreadPoolExecutor(len(every)) as pool:

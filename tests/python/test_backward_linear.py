@@ -63,7 +63,6 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 @st.composite
 def configs(draw: st.DrawFn) -> HotConfig:
-    """Strategy of valid configurations without a token grid."""
     rounding = st.sampled_from(["nearest", "stochastic", "pseudo_stochastic"])
     block = draw(st.sampled_from([2, 4, 8, 16, 32, 64]))
     basis = draw(st.sampled_from(["full", "lowpass", "sequency", "sketch"]))

@@ -67,7 +67,6 @@ BAD_PAIRS = [
 
 
 def unlike_the_table(table: Mapping[str, Field]) -> list[str]:
-    """Return differences between the table and HotConfig or HotConfigFields."""
     typed, loose = get_type_hints(HotConfig), get_type_hints(HotConfigFields)
     names = [field.name for field in dataclasses.fields(HotConfig)]
     wrong = [f"{name} is missing" for name in table if name not in names]

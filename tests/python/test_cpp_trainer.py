@@ -14,7 +14,6 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The program and its data."""
     folder = tmp_path_factory.mktemp("trainer")
     digits = folder / "digits.bin"
     run(sys.executable, TRAINER / "export_digits.py", digits)

@@ -21,8 +21,6 @@ from support import read_only, refused, torch, unaligned
 
 
 class Case(NamedTuple):
-    """Arguments of ``refused``."""
-
     call: Callable[[], object]
     says: str
     error: type[Exception] = ValueError
@@ -68,7 +66,6 @@ def arguments(words: str) -> dict[str, Any]:
 
 
 def call_c(api: CApi, name: str, good: str, broken: str) -> None:
-    """A row through the C ABI."""
     operands = arguments(good)
     spec = api.spec("default")
 
@@ -185,7 +182,6 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
 
 
 def call_python(name: str, good: str, broken: str) -> None:
-    """A row through the functions of ``hotcore``."""
     operands = arguments(good)
     for change, value in arguments(broken).items():
         array, _, part = change.partition(".")
@@ -573,7 +569,6 @@ def test_fields_of_what_was_kept(name: str) -> None:
 
 @pytest.mark.parametrize("table", CASES)
 def test_table(table: str) -> None:
-    """Every case of a table fails with its message, and changes no setting."""
     before = hotcore.num_threads(), hotcore.isa()
     for case in CASES[table]:
         with pytest.raises(case.error, match=case.says) as caught:

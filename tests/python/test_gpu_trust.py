@@ -52,7 +52,6 @@ def test_every_part_is_run_and_shown() -> None:
 
 @pytest.fixture
 def trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_trust.Trust:
-    """A trust run of a build with one test program."""
     program = tmp_path / "tests/cpp/test_all_cuda"
     program.parent.mkdir(parents=True)
     program.touch()
@@ -95,6 +94,5 @@ def test_the_long_tests_know_their_parts() -> None:
 
 
 def with_parts(source: str) -> list[tuple[str, str]]:
-    """Tests of a file that run in parts."""
     tests = re.split(r"^TEST_F\((\w+), (\w+)\)", source, flags=re.MULTILINE)
     return [(a, b) for a, b, body in zip(*[iter(tests[1:])] * 3, strict=True) if "in_part(" in body]

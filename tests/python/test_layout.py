@@ -18,7 +18,6 @@ DEVICE_CODE = re.compile(r"__global__|__device__|__shared__|<<<|#include \"cut(l
 
 
 def code_of(path: Path) -> str:
-    """A source without its comments."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 

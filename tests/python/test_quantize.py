@@ -27,7 +27,6 @@ ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 
 
 def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
-    """Scales in a shape that broadcasts against the matrix."""
     return scale[:, None] if granularity == "token" else scale[None, :]
 
 

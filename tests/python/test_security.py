@@ -40,7 +40,6 @@ def dotted(node: ast.expr) -> str:
 
 
 def findings(tree: ast.AST) -> Iterator[str]:
-    """Return the calls and imports that the promises forbid, with their lines."""
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import | ast.ImportFrom):

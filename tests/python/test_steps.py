@@ -295,7 +295,6 @@ def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_tables_of_a_page(tmp_path: Path) -> None:
-    """A stale block is named, and rewritten between its marks."""
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: steps vit_b -->\nold\n<!-- end -->\n")
     refused(lambda: doc_tables.main([str(page), "--check"]), "stale: .*page.md", SystemExit)

@@ -19,12 +19,10 @@ def exponents_of(rng: np.random.Generator, ins: int, limit: int = 4) -> np.ndarr
 
 
 def joined(*arrays: np.ndarray) -> np.ndarray:
-    """Buffer of arrays one after another."""
     return np.concatenate([part.ravel().view(np.uint8) for part in arrays])
 
 
 def parts(codes: hotcore.QuantizedWeightInt4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packed codes, scales and steps."""
     outs = codes.out_features
     k = -(-codes.in_features // codes.config.forward_block) * codes.config.forward_block
     scales, steps = outs * k // 2, outs * (k // 2 + 4)
