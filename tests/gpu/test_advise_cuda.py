@@ -11,10 +11,7 @@ import hotcore.torch as hot  # noqa: E402
 from support_gpu import Block  # noqa: E402
 from torch import nn  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 WIDTH, HEADS = 1024, 16
 
 

@@ -11,10 +11,7 @@ import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
 from support import array_functions  # noqa: E402
 from support_gpu import RECIPES  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture

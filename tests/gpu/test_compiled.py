@@ -19,10 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402  (whether regions became CUDA graphs)
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 RECIPES = ("default", "fast")
 WIDTH, HEADS, CLASSES, BATCH = 128, 4, 10, 16

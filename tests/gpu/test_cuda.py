@@ -16,10 +16,7 @@ from support_gpu import (  # noqa: E402
     same_bits,
 )
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 CONFIGS = ("default", hotcore.HotConfig.recipe("accurate", forward="int8"))
 

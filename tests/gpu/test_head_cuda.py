@@ -14,10 +14,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch.ops import head  # noqa: E402
 from support_gpu import captured  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 INT8 = hot.HotConfig.recipe("accurate", forward="int8")
 CONFIGS = (None, "default", "fast", INT8)
 Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

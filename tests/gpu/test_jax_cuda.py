@@ -11,10 +11,7 @@ torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip)
 from support_gpu import RECIPES  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 SEED = 2**40 + 7
 

@@ -25,10 +25,7 @@ from support_gpu import (  # noqa: E402
     whole_backward,
 )
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 SHAPES = ((197, 96, 64), (33, 48, 80), (256, 128, 384), (64, 17, 5))
 SPIN = 20_000_000  # about 10 ms

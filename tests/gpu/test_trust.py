@@ -37,10 +37,7 @@ from hotcore.torch.ops import sharing  # noqa: E402
 from support import output_of  # noqa: E402
 from support_gpu import layer, same_bits, whole_backward  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 TESTS = Path(__file__).resolve().parent.parent
 LARGE = os.environ.get("HOT_LARGE", "0") != "0"

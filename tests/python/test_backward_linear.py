@@ -15,28 +15,11 @@ from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
-    ALL,
-    FLOATS,
-    KEY,
-    KINDS,
-    OTHER_KEY,
-    array,
-    check_against_reference,
-    data,
-    equal_bits,
-    given_as,
-    keys,
-    layer,
-    parted_key,
-    poison,
-    refused,
-    rounded,
-    running,
-    same_bits,
-    torch,
-    widened,
-)
+
+from support import ALL, FLOATS, KEY, KINDS, OTHER_KEY, array  # isort: skip
+from support import check_against_reference, data, equal_bits, given_as, keys, layer  # isort: skip
+from support import parted_key, poison, refused, rounded, running, same_bits, torch  # isort: skip
+from support import widened  # isort: skip
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
