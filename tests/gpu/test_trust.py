@@ -49,8 +49,7 @@ def torch_faults() -> ModuleType:
     """tests/with_torch/test_faults.py: its model, its state, its injected faults."""
     path = TESTS / "with_torch/test_faults.py"
     spec = importlib.util.spec_from_file_location("torch_faults", path)
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -82,8 +81,7 @@ def test_several_gpus_of_one_process(rng: np.random.Generator, record_property: 
 
 def test_several_gpus_and_a_process_each(rng: np.random.Generator, record_property: Record) -> None:
     seed = int(rng.integers(1 << 30))
-    script = TESTS / "gpu/devices_load.py"
-    words = [sys.executable, str(script)]
+    words = [sys.executable, str(TESTS / "gpu/devices_load.py")]
     processes = [
         subprocess.Popen([*words, device, str(seed), str(LOAD_SECONDS)], stdout=subprocess.PIPE)
         for device in devices()
@@ -103,8 +101,7 @@ def test_steps_without_growth(record_property: Record) -> None:
     record_property("milliseconds", int(1e3 * (time.monotonic() - began)))
     for name, value in grown.items():
         record_property(f"growth_{name}", value)
-    assert grown["device"] == 0
-    assert grown["reserved"] == 0
+    assert grown["device"] == grown["reserved"] == 0
     assert grown["host"] < 64 << 10  # caches of libraries; a byte per step would exceed it
     assert grown["objects"] < 1000
     assert grown["resident"] < 8 << 20
@@ -225,14 +222,12 @@ def test_memory_that_runs_out_at_a_limit(record_property: Record) -> None:
                 failed.append(trace.tb_frame.f_code.co_name)
                 del error, trace
         large.grad = None
-        got = gradients(model, small)
-        assert all(map(same_bits, got, expected)), megabytes
+        assert all(map(same_bits, gradients(model, small), expected)), megabytes
         if ended:
             break
     record_property("failed_steps", len(failed))
     record_property("places", ", ".join(sorted(set(failed))))
-    assert ended
-    assert len(failed) >= 3
+    assert ended and len(failed) >= 3
 
 
 @pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: takes the whole device")
@@ -240,8 +235,7 @@ def test_memory_that_really_runs_out_on_the_device(record_property: Record) -> N
     model, small, large = wide_layers()
     expected = gradients(model, small)
     torch.cuda.empty_cache()
-    filler = []
-    size = 16 << 30
+    filler, size = [], 16 << 30
     while size >= 1 << 20:
         try:
             filler.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
@@ -306,10 +300,8 @@ def test_a_device_assertion_in_a_step(tmp_path: Path, record_property: Record) -
     )
     errors = out.strip().split("|")
     record_property("message", errors[0])
-    assert len(errors) == 2, out
-    assert "fwht" in errors[0], out
-    assert "cudaErrorAssert" in errors[0], out
-    assert "assert" in errors[1], out
+    assert len(errors) == 2 and "assert" in errors[1], out
+    assert "fwht" in errors[0] and "cudaErrorAssert" in errors[0], out
 
 
 def in_child(work: Callable[[], bytes], seconds: int = 60) -> bytes:

@@ -40,9 +40,7 @@ class Namespaced(Foreign):
 def test_same_kind_and_dtype_out(rng: np.random.Generator, dtype: str) -> None:
     x = array(data(rng, (3, 32)), dtype)
     out = hotcore.fwht(x)
-    assert type(out) is type(x)
-    assert out.dtype == x.dtype
-    assert out.shape == x.shape
+    assert (type(out), out.dtype, out.shape) == (type(x), x.dtype, x.shape)
 
 
 def test_any_dlpack_array(rng: np.random.Generator) -> None:
@@ -129,11 +127,9 @@ def test_version() -> None:
 
 
 def test_dtype_names() -> None:
-    assert arrays.dtype_name("float16", "dtype", FLOATS) == "float16"
-    assert arrays.dtype_name(np.float32, "dtype", FLOATS) == "float32"
-    assert arrays.dtype_name(np.dtype("float16"), "dtype", FLOATS) == "float16"
-    if torch is not None:
-        assert arrays.dtype_name(torch.bfloat16, "dtype", FLOATS) == "bfloat16"
+    names = [("float16", "float16"), (np.float32, "float32"), (np.dtype("float16"), "float16")]
+    for given, name in names + ([(torch.bfloat16, "bfloat16")] if torch is not None else []):
+        assert arrays.dtype_name(given, "dtype", FLOATS) == name
     refused(lambda: arrays.dtype_name(np.float64, "dtype", FLOATS), "dtype: ")
 
 

@@ -104,9 +104,8 @@ def test_linen_scan_and_remat() -> None:
         return (stack.apply(params, x, None, rngs={"hot": KEY})[0] ** 2).mean()
 
     def plain(params: Any, x: Any) -> Any:
-        for kernel, bias in zip(
-            *map(params["params"]["layer"].get, ("kernel", "bias")), strict=True
-        ):
+        layers = map(params["params"]["layer"].get, ("kernel", "bias"))
+        for kernel, bias in zip(*layers, strict=True):
             x = x @ kernel + bias
         return (x**2).mean()
 
@@ -117,10 +116,8 @@ def test_linen_scan_and_remat() -> None:
 
 class Mlp(nnx.Module):
     def __init__(self, kind: Any, rngs: nnx.Rngs, **options: Any) -> None:
-        self.up, self.down = (
-            kind(64, 128, rngs=rngs, **options),
-            kind(128, 64, rngs=rngs, **options),
-        )
+        sizes = ((64, 128), (128, 64))
+        self.up, self.down = (kind(*size, rngs=rngs, **options) for size in sizes)
 
     def __call__(self, x: Any) -> Any:
         return self.down(nnx.gelu(self.up(x)))
