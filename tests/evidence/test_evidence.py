@@ -86,8 +86,8 @@ def test_data_sets_in_usual_forms(kind: str, tmp_path: Path, rng: np.random.Gene
     assert data.classes == 10 and data.pixels == side and data.count == 40
     batch, labels = data.batch(6, generator(rng))
     assert batch.shape == (6, 3, side, side) and labels.shape == (6,) and batch.isfinite().all()
-    again = data.half(1).batch(6, generator(np.random.default_rng(3)))
-    assert torch.equal(again[0], data.half(1).batch(6, generator(np.random.default_rng(3)))[0])
+    halves = (data.half(1).batch(6, generator(np.random.default_rng(3)))[0] for _ in range(2))
+    assert torch.equal(*halves)
     held = [(one, *rest) for one, *rest in zip(*(b.split(4) for b in data.validation), strict=True)]
     assert torch.cat([label for _, label in held]).tolist() == list(range(10))
     assert torch.cat([part for part, _ in held]).shape == (10, 3, side, side)
@@ -100,9 +100,8 @@ def test_a_shifted_image_is_mirrored_at_its_edge(rng: np.random.Generator) -> No
     parts = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     every = torch.stack([f for part in parts for f in (part, part.flip(2))]).flatten(1)
     shown, _ = data.batch(30, generator(rng))
-    cosines = torch.nn.functional.cosine_similarity(
-        *(t - t.mean(-1, keepdim=True) for t in (shown.flatten(1)[:, None], every[None])), dim=-1
-    )
+    centred = (t - t.mean(-1, keepdim=True) for t in (shown.flatten(1)[:, None], every[None]))
+    cosines = torch.nn.functional.cosine_similarity(*centred, dim=-1)
     assert cosines.max(1).values.min() > 0.9999  # contrast and brightness differ
 
 
@@ -113,12 +112,10 @@ SUPPLEMENT = ("fp32", "bf16", "naive_int4", "luq", "lbp_wht", "default", "paper 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "task", "methods"),
-    [
-        ("folder", "images-vit", SUPPLEMENT),
-        ("cifar10", "images-resnet18", ("fp32", "lbp_wht")),
-        ("imagenet", "images-resnet18", ("fp32", "default")),
-    ],
-)
+    [("folder", "images-vit", SUPPLEMENT),
+     ("cifar10", "images-resnet18", ("fp32", "lbp_wht")),
+     ("imagenet", "images-resnet18", ("fp32", "default"))],
+)  # fmt: skip
 def test_the_supplements_table(
     kind: str, task: str, methods: tuple[str, ...], tmp_path: Path, rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
@@ -166,9 +163,8 @@ def test_latency(tmp_path: Path) -> None:
 def test_head(tmp_path: Path) -> None:
     words = ["--quick", "--rounds", "2", "--threads", "1", "--contenders", "torch", "hotcore*"]
     report = report_of(bench_head, tmp_path / "head.json", *words)
-    assert set(report["heads"]["toy"]) == {"torch", "hotcore", "hotcore, Liger's chunks"} | {
-        f"hotcore {name}" for name in bench_head.RECIPES
-    }
+    recipes = (f"hotcore {name}" for name in bench_head.RECIPES)
+    assert set(report["heads"]["toy"]) == {"torch", "hotcore", "hotcore, Liger's chunks", *recipes}
     for rows in report["errors"].values():
         assert all(row["gx"] < 0.02 and row["gw"] < 0.02 for row in rows.values())
 
@@ -257,9 +253,8 @@ def test_every_figure(tmp_path: Path) -> None:
 
     plot_evidence.main(["--results", str(RESULTS), "--out", str(tmp_path)])
     drawn = {path.stem: path.read_text() for path in tmp_path.iterdir()}
-    assert drawn.keys() >= {
-        "breakdown", "training-vit", "speed", "loss-time", "shared-gpu", "several-gpus",
-    }  # fmt: skip
+    names = ("breakdown", "training-vit", "speed", "loss-time", "shared-gpu", "several-gpus")
+    assert drawn.keys() >= set(names)
     for name, text in drawn.items():
         page = (ROOT / f"docs/img/{name}.svg").read_text()
         if f"Matplotlib v{matplotlib.__version__}," in page:

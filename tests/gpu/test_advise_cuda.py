@@ -100,8 +100,7 @@ def test_lack_of_memory_is_a_row() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     print(tight)
     rows = {row.name: row for row in tight.rows}
-    assert rows["plain"].note == "out of memory"
-    assert rows["default, recompute"].measured is not None
+    assert rows["plain"].note == "out of memory" and rows["default, recompute"].measured is not None
     assert tight.best is not None
     assert not any(isinstance(module, hot.HotLinear) for module in model.modules())
 

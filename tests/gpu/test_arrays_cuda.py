@@ -100,8 +100,7 @@ def test_jax(jax: Any, recipe: str, rng: np.random.Generator) -> None:
     got = hotcore.backward_linear(gy * 1, w, x, config=recipe, need=("gx", "gw", "gb"), key=5)
     for name in ("gx", "gw"):
         result = getattr(got, name)
-        assert isinstance(result, jax.Array)
-        assert result.devices() == {device}
+        assert isinstance(result, jax.Array) and result.devices() == {device}
         np.testing.assert_array_equal(np.asarray(result), getattr(wanted, name), name)
     np.testing.assert_allclose(np.asarray(got.gb), wanted.gb, rtol=1e-4, atol=1e-4)
 

@@ -22,13 +22,11 @@ def test_prints_what_this_is() -> None:
     lines = run("-m", "hotcore").splitlines()
     assert lines[-1].startswith("advice  ")
     facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in lines}
-    assert facts["hotcore"] == hotcore.__version__
-    assert facts["backends"].startswith("cpu")
+    assert facts["hotcore"] == hotcore.__version__ and facts["backends"].startswith("cpu")
     assert ("built without CUDA" in facts["backends"]) != _core.built_with_cuda()
     assert facts["instruction sets"] == ", ".join(isas())
     assert facts["instruction set used"].startswith(_core.best_isa())
-    assert facts["NumPy"] == np.__version__
-    assert Path(facts["extension"]).exists()
+    assert facts["NumPy"] == np.__version__ and Path(facts["extension"]).exists()
     assert not any("unknown (" in text for label, text in facts.items() if label != "GPUs")
 
 
@@ -52,8 +50,7 @@ def test_json_has_values() -> None:
     assert facts["wgmma"] is _core.cuda_wgmma()
     assert ";".join(facts["cuda_architectures"]) == _core.cuda_architectures()
     assert isinstance(facts["jax"], bool) and isinstance(facts["driver"], bool)
-    assert isinstance(facts["gpus"], list)
-    assert facts["python"] == sys.version.split()[0]
+    assert isinstance(facts["gpus"], list) and facts["python"] == sys.version.split()[0]
     assert facts["cmake_dir"] is None or Path(facts["cmake_dir"]).is_dir()
     assert facts["library"] is None or Path(facts["library"]).is_file()
 

@@ -25,8 +25,7 @@ uninstalled = pytest.mark.skipif(
 @uninstalled
 def test_one_version() -> None:
     declared = re.search(r'^version = "(.+?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert declared is not None
-    assert hotcore.__version__ == declared[1]
+    assert declared is not None and hotcore.__version__ == declared[1]
     assert _core.version() == declared[1]
     assert importlib.metadata.version(DISTRIBUTION) == declared[1]
 

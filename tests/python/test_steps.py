@@ -71,8 +71,7 @@ def one_thread() -> Any:
     ],
 )  # fmt: skip
 def test_classes(name: str, kind: str) -> None:
-    assert kind in kernel_classes.CLASSES
-    assert kernel_classes.class_of(name) == kind
+    assert kind in kernel_classes.CLASSES and kernel_classes.class_of(name) == kind
 
 
 def test_events_of_a_trace() -> None:
@@ -101,8 +100,7 @@ def test_summary_of_kernels() -> None:
         Event("triton_poi_fused_add_0", 2000.0, 2000.0),  # half of it waits beside the first
     ]
     classes = kernel_classes.summary(events, steps=2)
-    assert classes["ms"]["products"] == 2.0
-    assert classes["ms"]["pointwise, reductions"] == 0.5
+    assert classes["ms"]["products"] == 2.0 and classes["ms"]["pointwise, reductions"] == 0.5
     assert set(classes["ms"]) == set(kernel_classes.CLASSES)
     assert (classes["busy_ms"], classes["launches"]) == (2.5, 1.5)
     assert classes["longest"][0] == {
@@ -232,8 +230,7 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
                           "frozen int8 compiled"]  # fmt: skip
     for row in rows.values():
         assert row["host"]["measurements"] == steps.STEPS_FROM_IDLE
-        assert row["step"]["measurements"] == 2
-        assert 0 < row["loss"][1] < row["loss"][0]
+        assert row["step"]["measurements"] == 2 and 0 < row["loss"][1] < row["loss"][0]
         reference = rows[REFERENCE]["step"]["median_ms"]
         ratio = row["step"]["median_ms"] / reference
         assert row["of reference"]["step"] == pytest.approx(ratio, rel=1e-4)
@@ -249,8 +246,7 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     more = [*words, "--json", str(path), "--resume", str(path), "--contenders", "default eager"]
     bench_models.main([*more, "bf16 eager", "--budget", "-1"])
     again = json.loads(path.read_text())["steps"]["llama_lora"]["rows"]
-    assert again.pop("bf16 eager")["left_out"] == "no time left"
-    assert again == rows
+    assert again.pop("bf16 eager")["left_out"] == "no time left" and again == rows
     report["device"] = "another"
     path.write_text(json.dumps(report))
     refused(lambda: bench_models.main(more), r"--resume: .* is of \('another', ", SystemExit)
