@@ -6,6 +6,7 @@ smaller error would mean that HOT did not run. Every replay of a graph must draw
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,13 +143,18 @@ def assert_falls_alike(got: list[float], eager: list[float]) -> None:
     assert got[0] - got[-1] == pytest.approx(fall, rel=0.25)
 
 
+def in_eager(name: str, recipe: str, *batch: Tensor) -> Any:
+    """Return a converted model, the plain gradients, draws of its own, and losses of a copy."""
+    plain = build(name)
+    model, exact = converted(plain, recipe), gradients(plain, *batch)
+    eager = draws_of(lambda: gradients(model, *batch))
+    return model, exact, eager, trained(copy.deepcopy(model), *batch)
+
+
 @pytest.mark.parametrize("way", ["blocks", "whole"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) -> None:
-    plain = build("vit")
-    model, exact = converted(plain, recipe), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    losses = trained(copy.deepcopy(model), images, labels)
+    model, exact, eager, losses = in_eager("vit", recipe, images, labels)
     parts = model.blocks if way == "blocks" else [model]
     for part in parts:
         part.compile(fullgraph=True)
@@ -160,10 +166,7 @@ def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) ->
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_reduce_overhead_step(recipe: str, name: str, images: Tensor, labels: Tensor) -> None:
-    plain = build(name)
-    model, exact = converted(plain, recipe), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    losses = trained(copy.deepcopy(model), images, labels)
+    model, exact, eager, losses = in_eager(name, recipe, images, labels)
     model.compile(mode="reduce-overhead")
     for _ in range(3):  # warms up, records, replays
         gradients(model, images, labels)
@@ -226,10 +229,7 @@ def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_graphed_callables(recipe: str, images: Tensor, labels: Tensor) -> None:
-    plain = build("vit")
-    model, exact = converted(plain, recipe), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    losses = trained(copy.deepcopy(model), images, labels)
+    model, exact, eager, losses = in_eager("vit", recipe, images, labels)
     model = torch.cuda.make_graphed_callables(model, (torch.randn_like(images),))
     assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)
     assert_falls_alike(trained(model, images, labels), losses)

@@ -34,12 +34,9 @@ def test_device_code_has_a_device_suffix(path: Path) -> None:
 def test_device_folder_knows_no_backend() -> None:
     for path in SOURCES:
         if path.parent.name == "device" and path.suffix == ".cuh":
-            strangers = {
-                name
-                for name in includes_of(path)
-                if name.endswith((".h", ".cuh"))
-                and not name.startswith(("cuda/device/", "hot/", "cuda_", "cooperative_groups"))
-            }
+            ours = ("cuda/device/", "hot/", "cuda_", "cooperative_groups")
+            headers = {name for name in includes_of(path) if name.endswith((".h", ".cuh"))}
+            strangers = {name for name in headers if not name.startswith(ours)}
             assert strangers <= {"operands.h", "random_key.h", "token_order.h"}, path
 
 
@@ -88,11 +85,9 @@ def found_instead(folder: Path, names: set[str]) -> list[str]:
     A folder without ``__init__.py`` is a namespace package. Python imports it if nothing else has
     the name: ``tests/torch`` was imported as torch on a machine without torch.
     """
-    return sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if (path.is_dir() and path.name in names) or (path.suffix == ".py" and path.stem in names)
-    )
+    paths = (path for path in folder.rglob("*") if path.is_dir() or path.suffix == ".py")
+    found = (path for path in paths if (path.name if path.is_dir() else path.stem) in names)
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:

@@ -62,10 +62,8 @@ def test_what_mypy_knows(tmp_path: Path) -> None:
     script, settings = tmp_path / "uses.py", tmp_path / "mypy.ini"
     script.write_text(HEAD + "".join(f"{code}\n" for code, _ in LINES))
     # torch and numpy are Any here: they would take mypy half a minute.
-    settings.write_text(
-        "[mypy]\n"
-        + "[mypy-torch.*,numpy.*]\nfollow_imports = skip\nfollow_imports_for_stubs = True\n"
-    )
+    skipped = "follow_imports = skip\nfollow_imports_for_stubs = True\n"
+    settings.write_text(f"[mypy]\n[mypy-torch.*,numpy.*]\n{skipped}")
     package = Path(hotcore.__file__).parent
     options = ["--config-file", str(settings), "--cache-dir", str(tmp_path / "cache")]
     with pytest.MonkeyPatch.context() as patch:
