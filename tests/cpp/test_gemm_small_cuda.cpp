@@ -41,10 +41,6 @@ class GemmSmallCuda : public CudaTest {
  protected:
   using Problems = std::vector<std::unique_ptr<Problem>>;
 
-  hot::Context context(int arch = 0) const {
-    return hot::Context::cuda(0, stream_).with_arch(arch);
-  }
-
   static std::vector<GemmArgs> gpu_args(const Problems& problems) {
     std::vector<GemmArgs> all;
     for (const auto& problem : problems) all.push_back(problem->args(true));
@@ -60,7 +56,7 @@ class GemmSmallCuda : public CudaTest {
       small_gemms(context, products, by);
       for (const auto& problem : problems) problem->run_cpu();
     }
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
     for (const auto& problem : problems) problem->expect_equal(plan_text(by));
   }
 
@@ -109,7 +105,7 @@ TEST_F(GemmSmallCuda, every_plan_equals_cpu) {
           if (second > 1 || random_int(0, 1) == 0) {
             problems.push_back(problem(any_size(), any_size(), random_int(1, 300)));
           }
-          expect_as_cpu(context(), problems, {tile_m, cluster, {first, second}});
+          expect_as_cpu(cuda(), problems, {tile_m, cluster, {first, second}});
         }
       }
     }
@@ -123,7 +119,7 @@ TEST_F(GemmSmallCuda, every_layout_equals_cpu) {
         Problems problems;
         problems.push_back(
             problem(any_size(), any_size(), any_size(), {dtype, layout, accumulate, false}));
-        expect_as_cpu(context(), problems);
+        expect_as_cpu(cuda(), problems);
       }
     }
   }
@@ -135,7 +131,7 @@ TEST_F(GemmSmallCuda, longest_contraction_is_exact) {
     Problems problems;
     problems.push_back(
         problem(3, 5, hot::detail::int32_safe_k, {DType::f32, Layout::rows, false, true}));
-    expect_as_cpu(context(arch), problems);
+    expect_as_cpu(cuda(arch), problems);
   }
 }
 
@@ -143,9 +139,9 @@ TEST_F(GemmSmallCuda, arch_80_has_no_clusters) {
   Problems problems;
   problems.push_back(problem(64, 64, 4096));
   const std::vector<GemmArgs> products = gpu_args(problems);
-  EXPECT_EQ(small_plan(context(80), products).cluster, 1);
+  EXPECT_EQ(small_plan(cuda(80), products).cluster, 1);
   if (clusters()) {
-    EXPECT_GT(small_plan(context(), products).cluster, 1);
+    EXPECT_GT(small_plan(cuda(), products).cluster, 1);
   }
 }
 

@@ -72,11 +72,9 @@ class HadamardCuda : public CudaTest {
   std::vector<char> download(const char* from, std::size_t bytes) {
     std::vector<char> to(bytes);
     check(cudaMemcpyAsync(to.data(), from, bytes, cudaMemcpyDeviceToHost, stream_));
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
     return to;
   }
-  hot::Context cuda() const { return hot::Context::cuda(0, stream_); }
-
   // Compares all of the output's memory: bytes between its elements must keep their poison.
   void compare(const Layout& x, DType x_dtype, const Layout& out, DType out_dtype, int axis,
                int block) {
@@ -99,7 +97,7 @@ class HadamardCuda : public CudaTest {
     std::vector<char> expected = memory_of(normal(x.span), dtype);
     DeviceMemory device(expected.size());
     upload(expected, device.data());
-    check(cudaStreamSynchronize(stream_));  // `expected` changes next
+    synchronize();  // `expected` changes next
     const TensorView host_view = x.view(expected.data(), dtype, {});
     const TensorView device_view = x.view(device.data(), dtype, gpu);
     hot::fwht(cpu(), host_view, axis, block, host_view);

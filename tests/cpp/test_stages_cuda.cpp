@@ -21,7 +21,7 @@ class StagesCuda : public CudaTest {
     const hot::Key key = any_key();
     call(context(false, key), false);
     call(context(true, key), true);
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
   }
 
   struct GemmShape {
@@ -50,7 +50,7 @@ class StagesCuda : public CudaTest {
         hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), sa.flat(on_gpu), sb.flat(on_gpu),
                        {16, accumulate}, out.view(on_gpu), {scratch.on<void>(on_gpu), bytes});
       }
-      check(cudaStreamSynchronize(stream_));
+      synchronize();
     });
     out.expect_equal(words("gemm ", hot::dtype_name(dtype), " ", M, " ", N, " ", K, ", arch ", arch,
                            accumulate ? ", accumulating" : ""));
@@ -160,7 +160,7 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
             hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), a_scale.flat(on_gpu),
                            b_scale.flat(on_gpu), {4, accumulate}, out.view(on_gpu),
                            {scratch.on<void>(on_gpu), scratch.host.size()});
-            check(cudaStreamSynchronize(stream_));
+            synchronize();
           };
           run(context(false, {}), false);
           hot::Context c = context(true, {});
@@ -259,7 +259,7 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
       const hot::Context counting = context(true, key);
       Step step(direct, shape, recipe(name), any_float());
       step.queue(direct);  // loads the kernels before the capture
-      check(cudaStreamSynchronize(stream_));
+      synchronize();
       // The graph increments its counter itself, before the first kernel.
       const Graph graph(stream_, [&] {
         check(cudaMemcpyAsync(counter, counter + 1, sizeof *counter, cudaMemcpyDeviceToDevice,

@@ -639,9 +639,8 @@ TEST_F(TrustCuda, fwht_past_two_to_the_31) {
   const std::int64_t rows = 131200, cols = 16384;  // 2.15e9
   LargeArray x(rows, cols, DType::bf16, true);
   for (const bool on_gpu : {true, false}) {
-    hot::fwht(on_gpu ? hot::Context::cuda(0, stream_) : hot::Context::cpu(0), x.view(on_gpu), 1,
-              128, x.view(on_gpu));
-    check(cudaStreamSynchronize(stream_));
+    hot::fwht(on_gpu ? cuda() : hot::Context::cpu(0), x.view(on_gpu), 1, 128, x.view(on_gpu));
+    synchronize();
   }
   property("elements", rows * cols);
   EXPECT_EQ(x.different(), 0);
@@ -654,16 +653,16 @@ TEST_F(TrustCuda, large_blocks) {
   property("elements", n);
   LargeArray x(1, n, DType::bf16, true), wire(2, bytes, DType::i8, false);
   for (const bool on_gpu : {true, false}) {
-    const hot::Context c = on_gpu ? hot::Context::cuda(0, stream_) : hot::Context::cpu(0);
+    const hot::Context c = on_gpu ? cuda() : hot::Context::cpu(0);
     TensorView row = wire.flat(on_gpu);
     for (std::uint64_t rank = 0; rank < 2; ++rank) {
       row.data =
           static_cast<char*>(wire.view(on_gpu).data) + static_cast<std::int64_t>(rank) * bytes;
       hot::encode_blocks(c.with_key({rank, 8, 9}), x.flat(on_gpu), hot::Rounding::stochastic, row);
     }
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
     hot::sum_blocks(c, wire.view(on_gpu), 0.5F, x.flat(on_gpu));
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
   }
   EXPECT_EQ(wire.different(), 0);
   EXPECT_EQ(x.different(), 0);
@@ -821,14 +820,14 @@ TEST_F(TrustCudaChild, DISABLED_illegal_address) {
   // View of missing memory: the launch succeeds and the kernel fails.
   const auto nowhere = reinterpret_cast<void*>(std::uintptr_t{1} << 20);
   const TensorView bad = hot::matrix(nowhere, DType::f32, 64, 64, 0, gpu);
-  hot::fwht(hot::Context::cuda(0, stream_), bad, 1, 16, bad);
+  hot::fwht(cuda(), bad, 1, 16, bad);
   const cudaError_t status = cudaStreamSynchronize(stream_);
   EXPECT_EQ(status, cudaErrorIllegalAddress) << cudaGetErrorName(status);
   // Every later call reports the error and names itself.
   for (int time = 0; time < 2; ++time) {
     const std::string message = cuda_error_of([&] {
       const TensorView good = hot::matrix(nowhere, DType::f32, 64, 64, 0, gpu);
-      hot::fwht(hot::Context::cuda(0, stream_), good, 1, 16, good);
+      hot::fwht(cuda(), good, 1, 16, good);
     });
     EXPECT_NE(message.find("cudaErrorIllegalAddress"), std::string::npos) << message;
     EXPECT_NE(message.find("fwht"), std::string::npos) << message;
@@ -849,13 +848,13 @@ TEST_F(TrustCuda, an_error_of_others_is_not_ours) {
   EXPECT_NE(cudaMemcpy(nullptr, nullptr, 16, static_cast<cudaMemcpyKind>(99)), cudaSuccess);
   const cudaError_t theirs = cudaPeekAtLastError();
   EXPECT_NE(theirs, cudaSuccess);
-  EXPECT_NO_THROW(hot::Context::cuda(0, stream_));
+  EXPECT_NO_THROW(cuda());
   hot::BackwardLinearSpec spec;
-  EXPECT_TRUE(hot::supported(hot::Context::cuda(0, stream_), {64, 64, 64}, spec).ok);
+  EXPECT_TRUE(hot::supported(cuda(), {64, 64, 64}, spec).ok);
   DeviceMemory memory(64 * 64 * 4);
   const TensorView x = hot::matrix(static_cast<void*>(memory.data()), DType::f32, 64, 64, 0, gpu);
-  EXPECT_NO_THROW(hot::fwht(hot::Context::cuda(0, stream_), x, 1, 16, x));
-  check(cudaStreamSynchronize(stream_));
+  EXPECT_NO_THROW(hot::fwht(cuda(), x, 1, 16, x));
+  synchronize();
   EXPECT_EQ(cudaGetLastError(), theirs);
   layer.run(stream_);
   layer.expect_equal("after another library's error");

@@ -86,11 +86,9 @@ def test_long_tests_run_in_parts(trust: gpu_trust.Trust, monkeypatch: pytest.Mon
 
 
 def test_the_long_tests_know_their_parts() -> None:
-    assert sorted(gpu_trust.LONG) == sorted(
-        f"{suite}.{name}"
-        for path in (ROOT / "tests/cpp").glob("test_*_cuda.cpp")
-        for suite, name in with_parts(path.read_text())
-    )
+    texts = [path.read_text() for path in (ROOT / "tests/cpp").glob("test_*_cuda.cpp")]
+    tests = [test for text in texts for test in with_parts(text)]
+    assert sorted(gpu_trust.LONG) == sorted(f"{suite}.{name}" for suite, name in tests)
 
 
 def with_parts(source: str) -> list[tuple[str, str]]:

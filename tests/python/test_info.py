@@ -88,11 +88,9 @@ def test_an_adapter_without_its_package_says_what_to_install(name: str, least: s
 )
 def test_the_adapter_refuses_an_old_torch(tmp_path: Path, version: str, refused: bool) -> None:
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}\n")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "try:\n import hotcore.torch\n"
-        "except ImportError as error: print(error)\n"  # a later import may fail
-    )
+    # A later import may fail.
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "try:\n import hotcore.torch\nexcept ImportError as error: print(error)\n"
     said = run("-c", code)
     expected = f"needs torch 2.6 or newer: pip install 'torch>=2.6' (torch is {version}, in"
     assert (expected in said) == refused, said

@@ -45,9 +45,8 @@ def test_any_shape_equals_reference(
     ins = max(0, groups * whole - (missing if missing < block >= group else 0))
     w = array(data(rng, (outs, ins), kind), dtype)
     exponents = None if limit is None else exponents_of(rng, ins, limit)
-    got = hotcore.quantize_weight_int4(
-        w, HotConfig(forward_block=block), group=group, exponents=exponents
-    )
+    options = {"group": group, "exponents": exponents}
+    got = hotcore.quantize_weight_int4(w, HotConfig(forward_block=block), **options)
     packed, scales, steps = reference.quantize_weight_int4(widened(w), block, group, exponents)
     equal_bits(got.data, joined(packed, scales, steps))
     codes = reference.expand_weight_int4(packed, steps, group)
@@ -71,17 +70,16 @@ def test_a_product_with_exponents_equals_reference(rng: np.random.Generator, dty
         x_codes = hotcore.quantize_forward_input(x, config, exponents=exponents)
         equal_bits(x_codes.data, joined(*left))
         for again in (x, strided(x)):
-            kept, saved = hotcore.quantize_forward_input(
-                again, config, keep=True, exponents=exponents
-            )
+            options = {"keep": True, "exponents": exponents}
+            kept, saved = hotcore.quantize_forward_input(again, config, **options)
             equal_bits(kept.data, x_codes.data)
             equal_bits(saved.data, hotcore.compress_activation(x, config).data)
         packed, scales, steps = reference.quantize_weight_int4(widened(w), block, group, exponents)
         right = reference.expand_weight_int4(packed, steps, group), scales
         expected = reference.forward_product(left, right, widened(bias), block)
-        weight = hotcore.expand_weight_int4(
-            hotcore.quantize_weight_int4(strided(w), config, group=group, exponents=exponents)
-        )
+        options = {"group": group, "exponents": exponents}
+        codes = hotcore.quantize_weight_int4(strided(w), config, **options)
+        weight = hotcore.expand_weight_int4(codes)
         for operand in (x, x_codes):
             y = hotcore.forward_linear(operand, weight, bias, out_dtype="float32")
             equal_bits(y, expected)
@@ -97,9 +95,8 @@ def test_steps_have_the_least_error(rng: np.random.Generator) -> None:
     error = np.square(values - chosen).sum(1)
     least = np.full(len(values), np.inf)
     for step in range(1, 136):
-        grid = reference.expand_weight_int4(
-            np.arange(256, dtype=np.uint8)[None], np.full((1, 16), step)
-        )
+        every = np.arange(256, dtype=np.uint8)[None]
+        grid = reference.expand_weight_int4(every, np.full((1, 16), step))
         distance = np.abs(values[..., None] - np.unique(grid)).min(-1)
         least = np.minimum(least, np.square(distance).sum(1))
     assert (error >= least - 1e-6 * error).all()
@@ -211,8 +208,6 @@ def test_exponents_of_a_weight_are_named(rng: np.random.Generator, change: Any, 
     w, exponents = data(rng, (4, 128)), exponents_of(rng, 128)
     expanded = hotcore.expand_weight_int4(hotcore.quantize_weight_int4(w, exponents=exponents))
     expanded = dataclasses.replace(expanded, exponents=change(exponents))
-    for call in (
-        lambda: hotcore.dequantize_weight(expanded),
-        lambda: hotcore.forward_linear(w, expanded),
-    ):
-        refused(call, f"^{match}", (TypeError, ValueError))
+    error = TypeError, ValueError
+    refused(lambda: hotcore.dequantize_weight(expanded), f"^{match}", error)
+    refused(lambda: hotcore.forward_linear(w, expanded), f"^{match}", error)
