@@ -51,8 +51,6 @@ class Contender:
     """Value of convert's ``slower``: also converts layers that its filter expects to be slower."""
     forward: str = "plain"
     """Forward of HOT, "plain" or "int8"."""
-    shared: bool = True
-    """Whether layers with one x keep it once (hot.share_inputs)."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of HotConfig that differ from the recipe's."""
     wide: bool = False
@@ -109,7 +107,7 @@ PHRASES: dict[str, dict[str, Any]] = {
     "attention kept in half": _KEEP | {"first": 0.5},
     "an eighth of the blocks recomputed": _KEEP | {"first": 0.125},
     "head": {"head": "torch"}, "8-bit head": {"head": "accurate"}, "Liger": {"liger": True},
-    "all layers": {"slower": True}, "k x k alone": {"wide": True}, "not shared": {"shared": False},
+    "all layers": {"slower": True}, "k x k alone": {"wide": True},
     "equalised": {"settings": {"equalize_tokens": True}},
     "INT8 gradients": {"wire": "int8"}, "INT8 weights": {"wire": "int8 weights"},
     "INT8 weights and gradients": {"wire": "int8 both"},
@@ -169,7 +167,7 @@ def people(task: Task) -> list[Contender]:
         "default int8-forward compiled, equalised", "bf16 max-autotune",
         "FP8 rowwise_with_gw_hp compiled", *(f"torchao INT8 {how}" for how in HOWS),
         *(["bf16 compiled, Liger"] if task.liger else ()),
-        "bf16 checkpointed", "default eager, not shared", "bf16 checkpointed, compiled",
+        "bf16 checkpointed", "bf16 checkpointed, compiled",
         "fp32 eager",
     ]  # fmt: skip
     # Convolutions have no blocks, and convert leaves them plain on CUDA by default.
@@ -379,7 +377,7 @@ class Trainer:
 
     def loss(self) -> Tensor:
         """Run the forward pass and return the loss."""
-        with autocast(self.contender, self.device), hot.share_inputs(self.contender.shared):
+        with autocast(self.contender, self.device):
             return self._task.loss(self.model, self._batch)
 
     def step(self) -> Tensor:

@@ -22,17 +22,16 @@ constexpr const char* backward_name = "backward_linear";
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
   const int block = spec.hadamard_block;
   if (!is_power_of_two(block) || block > 256) {
-    invalid(call, "hadamard_block is " + std::to_string(block) +
-                      "; expected a power of two from 1 to 256");
+    invalid(call, "hadamard_block is ", block, "; expected a power of two from 1 to 256");
   }
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
-    invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
+    invalid(call, "gx_bits is ", spec.gx_bits, "; expected 4 or 8");
   }
   check_choices(call, spec);
   if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full) {
-    invalid(call, std::string("storage is ") + storage_name(spec.storage) + " with basis " +
-                      basis_name(spec.low_rank.basis) +
-                      "; expected basis full (other bases require storage int8)");
+    invalid(call, "storage is ", storage_name(spec.storage), " with basis ",
+            basis_name(spec.low_rank.basis),
+            "; expected basis full (other bases require storage int8)");
   }
   check_low_rank(spec.low_rank);
 }
@@ -124,8 +123,8 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   const Checker check(call, context);
   check_spec(call, spec);
   if (spec.low_rank.basis != Basis::full) {
-    unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
-                          ", which keeps projected rows and not x; expected basis full");
+    unsupported(call, "saved has basis ", basis_name(spec.low_rank.basis),
+                ", which keeps projected rows and not x; expected basis full");
   }
   check_format(call, "saved", "compress_activation", saved.format, saved_format(spec));
   check_key(call, "saved.key", saved.key);
@@ -134,13 +133,11 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
       layout_of(token_projection(saved.tokens, spec), saved.in_features, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);
   if (first < 0 || first > saved.tokens) {
-    invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
-                      std::to_string(saved.tokens) + " (saved.tokens)");
+    invalid(call, "first is ", first, "; expected 0 to ", saved.tokens, " (saved.tokens)");
   }
   if (last < first || last > saved.tokens) {
-    invalid(call, "last is " + std::to_string(last) +
-                      "; expected first = " + std::to_string(first) + " to " +
-                      std::to_string(saved.tokens) + " (saved.tokens)");
+    invalid(call, "last is ", last, "; expected first = ", first, " to ", saved.tokens,
+            " (saved.tokens)");
   }
   check.output("out", out, float_dtypes, 2, 2);
   check.shape("out", out, {last - first, saved.in_features});
@@ -212,13 +209,12 @@ void resolve_saved(BackwardCall& call, const ConstSavedActivation& saved, bool h
   LinearShape& shape = call.shape;
   check_format(backward_name, "saved", "compress_activation", saved.format, saved_format(spec));
   if (has_weight && saved.in_features != shape.in_features) {
-    invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
-                               " in_features; expected w's, " + std::to_string(shape.in_features));
+    invalid(backward_name, "saved has ", saved.in_features, " in_features; expected w's, ",
+            shape.in_features);
   }
   shape.in_features = saved.in_features;
   if (saved.tokens != shape.tokens) {
-    invalid(backward_name, "saved has " + std::to_string(saved.tokens) +
-                               " tokens; expected gy's, " + std::to_string(shape.tokens));
+    invalid(backward_name, "saved has ", saved.tokens, " tokens; expected gy's, ", shape.tokens);
   }
   check_key(backward_name, "saved.key", saved.key);
   const SavedLayout layout = saved_layout(saved.tokens, saved.in_features, spec);
@@ -271,9 +267,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
     if (out.gw != nullptr) check.disjoint(output.name, *output.view, "saved", saved_bytes);
     for (const auto& other : outputs) {
       if (&other == &output) break;
-      if (other.view != nullptr) {
-        check.disjoint(output.name, *output.view, other.name, *other.view);
-      }
+      if (other.view != nullptr) check.disjoint(output.name, *output.view, other.name, *other.view);
     }
   }
   if (out.gx != nullptr) {

@@ -3,6 +3,8 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -87,10 +89,10 @@ template <class T>
 void check_struct(const char* call, const char* name, const T* from) {
   constexpr std::size_t first = first_size(static_cast<const T*>(nullptr));
   static_assert(sizeof(T) >= first);
-  if (from == nullptr) invalid(call, std::string(name) + " is null");
+  if (from == nullptr) invalid(call, name, " is null");
   if (from->struct_size < first || from->struct_size > max_struct_size) {
-    invalid(call, std::string(name) + ".struct_size is " + std::to_string(from->struct_size) +
-                      "; expected the size of the struct, " + std::to_string(sizeof(T)));
+    invalid(call, name, ".struct_size is ", from->struct_size,
+            "; expected the size of the struct, ", sizeof(T));
   }
 }
 
@@ -102,9 +104,8 @@ T read(const char* call, const char* name, const T* from) {
   const auto* bytes = reinterpret_cast<const char*>(from);
   for (std::size_t i = sizeof(T); i < size; ++i) {
     if (bytes[i] != 0) {
-      invalid(call, std::string(name) + ".struct_size is " + std::to_string(size) +
-                        " and uses members that libhot " + hot::version() +
-                        " does not have; it knows " + std::to_string(sizeof(T)) + " bytes");
+      invalid(call, name, ".struct_size is ", size, " and uses members that libhot ",
+              hot::version(), " does not have; it knows ", sizeof(T), " bytes");
     }
   }
   T out{};
@@ -116,10 +117,7 @@ T read(const char* call, const char* name, const T* from) {
 template <class T>
 T read_known(const char* call, const char* name, const T* from) {
   const T out = read(call, name, from);
-  if (out.reserved != 0) {
-    invalid(call,
-            std::string(name) + ".reserved is " + std::to_string(out.reserved) + "; expected 0");
-  }
+  if (out.reserved != 0) invalid(call, name, ".reserved is ", out.reserved, "; expected 0");
   return out;
 }
 
@@ -164,45 +162,77 @@ static_assert(same(hot::detail::gw_scales,
                    {HOT_GW_SCALE_CHANNEL, HOT_GW_SCALE_TENSOR, HOT_GW_SCALE_TOKEN}));
 static_assert(same(hot::detail::storages, {HOT_STORAGE_INT8, HOT_STORAGE_INT4}));
 
-// A call of the C ABI: reads its arguments.
+// Arguments with the names that errors give them.
+struct Array {
+  const char* name;
+  const hot_tensor* from;
+};
+struct OptionalArray : Array {};  // null: none
+template <class T>
+struct Given {  // a struct that may not be null
+  const char* name;
+  const T* from;
+};
+template <class E>
+struct Choice {
+  const char* name;
+  std::int32_t value;
+  E last;
+};
+
+// Spec of a weight in INT4.
+struct Int4 {
+  const hot_forward_spec* spec;
+  std::int32_t group;
+};
+
+// A call of the C ABI: converts its arguments by their types.
 struct Call {
   const char* name;  // without hot_
 
   template <class T>
   T& place(const char* argument, T* out) const {
-    if (out == nullptr) invalid(name, std::string(argument) + " is null");
+    if (out == nullptr) invalid(name, argument, " is null");
     return *out;
   }
   template <class T>
   void check(const char* argument, const T* from) const {
     check_struct(name, argument, from);
   }
-  template <class E>
-  E choice(const char* argument, std::int32_t value, E last) const {
-    if (value < 0 || value > static_cast<std::int32_t>(last)) {
-      invalid(name, std::string(argument) + " is " + std::to_string(value) + "; expected 0 to " +
-                        std::to_string(static_cast<std::int32_t>(last)));
-    }
-    return static_cast<E>(value);
+
+  template <class T>
+  const T& operator()(const T& value) const {
+    return value;
   }
-  const hot::Context& context(const hot_context* from) const {
+  template <class E>
+  E operator()(const Choice<E>& from) const {
+    const auto last = static_cast<std::int32_t>(from.last);
+    if (from.value < 0 || from.value > last) {
+      invalid(name, from.name, " is ", from.value, "; expected 0 to ", last);
+    }
+    return static_cast<E>(from.value);
+  }
+  const hot::Context& operator()(const hot_context* from) const {
     if (from == nullptr) {
       invalid(name, "context is null; expected one from hot_context_cpu or hot_context_cuda");
     }
     return from->context;
   }
-  TensorView view(const char* argument, const hot_tensor* from) const {
-    const hot_tensor t = read(name, argument, from);
-    const std::string which = argument;
+  const hot::Context& operator()(hot_context* from) const {
+    return (*this)(static_cast<const hot_context*>(from));
+  }
+  TensorView operator()(const Array& array) const {
+    const hot_tensor t = read(name, array.name, array.from);
+    const std::string dtype = std::string(array.name) + ".dtype",
+                      device = std::string(array.name) + ".device_type";
     TensorView out;
     out.data = t.data;
-    out.dtype = choice((which + ".dtype").c_str(), t.dtype, hot::DType::i4x2);
+    out.dtype = (*this)(Choice<hot::DType>{dtype.c_str(), t.dtype, hot::DType::i4x2});
     out.device.type =
-        choice((which + ".device_type").c_str(), t.device_type, hot::Device::Type::cuda);
+        (*this)(Choice<hot::Device::Type>{device.c_str(), t.device_type, hot::Device::Type::cuda});
     out.device.index = t.device_index;
     if (t.ndim < 0 || t.ndim > hot::max_dims) {
-      invalid(name, which + ".ndim is " + std::to_string(t.ndim) + "; expected 0 to " +
-                        std::to_string(hot::max_dims));
+      invalid(name, array.name, ".ndim is ", t.ndim, "; expected 0 to ", hot::max_dims);
     }
     out.ndim = t.ndim;
     for (int d = 0; d < t.ndim; ++d) {
@@ -211,34 +241,38 @@ struct Call {
     }
     return out;
   }
-  // View of an optional array; empty if it is null.
-  ConstTensorView optional(const char* argument, const hot_tensor* from) const {
-    return from == nullptr ? ConstTensorView{} : ConstTensorView(view(argument, from));
+  ConstTensorView operator()(const OptionalArray& array) const {
+    if (array.from == nullptr) return {};
+    return (*this)(static_cast<const Array&>(array));
   }
-  hot::BackwardLinearSpec spec(const hot_spec* from, const char* argument = "spec") const {
+  hot::BackwardLinearSpec operator()(const hot_spec* from, const char* argument = "spec") const {
     return hot::detail::from_c<hot::BackwardLinearSpec>(name, argument,
                                                         read_known(name, argument, from));
   }
-  hot::ForwardLinearSpec spec(const hot_forward_spec* from) const {
+  hot::ForwardLinearSpec operator()(const hot_forward_spec* from) const {
     return {read_known(name, "spec", from).hadamard_block};
   }
-  // Reads x that was saved or a quantised w; empty if it is null.
-  hot::ConstSavedActivation saved(const hot_saved* from) const {
+  hot::WeightInt4Spec operator()(const Int4& from) const {
+    return {(*this)(from.spec), from.group};
+  }
+  template <class T>
+  auto operator()(const Given<T>& from) const {
+    check(from.name, from.from);
+    return (*this)(from.from);
+  }
+  // x that was saved, or a quantised w: empty if it is null.
+  hot::ConstSavedActivation operator()(const hot_saved* from) const {
     if (from == nullptr) return {};
     const hot_saved s = read_known(name, "saved", from);
-    return {s.data,
-            s.bytes,
-            s.tokens,
-            s.in_features,
-            {s.key_seed, s.key_offset, s.key_stream, s.key_counter},
-            s.format};
+    const hot::Key key{s.key_seed, s.key_offset, s.key_stream, s.key_counter};
+    return {s.data, s.bytes, s.tokens, s.in_features, key, s.format};
   }
-  hot::ConstQuantizedWeight weight(const hot_weight* from) const {
+  hot::ConstQuantizedWeight operator()(const hot_weight* from) const {
     if (from == nullptr) return {};
     const hot_weight w = read(name, "weight", from);
     return {w.data, w.bytes, w.out_features, w.in_features, w.format};
   }
-  hot::ConstQuantizedInput input(const hot_input* from) const {
+  hot::ConstQuantizedInput operator()(const hot_input* from) const {
     const hot_input x = read(name, "x", from);
     return {x.data, x.bytes, x.tokens, x.in_features, x.format};
   }
@@ -248,6 +282,17 @@ struct Call {
 template <class Body>
 hot_status guarded(const char* name, const Body& body) noexcept {
   return guarded([&] { body(Call{name}); });
+}
+
+// Result of `work` with converted arguments, which are read from left to right.
+template <class Work, class... Args>
+decltype(auto) converted(const Call& call, const Work& work, const Args&... args) {
+  return std::apply(work, std::tuple<decltype(call(args))...>{call(args)...});
+}
+
+template <class Work, class... Args>
+hot_status run(const char* name, const Work& work, const Args&... args) noexcept {
+  return guarded(name, [&](const Call& call) { converted(call, work, args...); });
 }
 
 // Fill the caller's structs with results.
@@ -262,45 +307,54 @@ void write_result(hot_input* out, const hot::ConstQuantizedInput& q) noexcept {
   write(out, {0, q.data, q.bytes, q.tokens, q.in_features, q.format});
 }
 
+void write_result(hot_saved_layout* out, const hot::SavedLayout& l) noexcept {
+  write(out, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset,
+              l.exponent_offset});
+}
+
+// `run` whose result goes to the caller's number or struct.
+template <class T, class Work, class... Args>
+hot_status fill(const char* name, const char* argument, T* out, const Work& work,
+                const Args&... args) noexcept {
+  return guarded(name, [&](const Call& call) {
+    if constexpr (std::is_class_v<T>) {
+      call.check(argument, out);
+      write_result(out, converted(call, work, args...));
+    } else {
+      call.place(argument, out) = converted(call, work, args...);
+    }
+  });
+}
+
 // hot_backward_linear for a plain or a quantised w.
 template <class Weight>
-void backward(const Call& call, const hot_context* context, const hot_tensor* gy, const Weight& w,
-              const hot_saved* saved, const hot_spec* spec, const hot_gradients* gradients,
-              const hot::Workspace& workspace) {
-  const hot::Context& c = call.context(context);
-  const hot_gradients g = read_known(call.name, "out", gradients);
-  TensorView gx, gw, gb;
-  hot::BackwardOutputs out;
-  const auto wanted = [&](const char* name, const hot_tensor* from, TensorView& to) {
-    if (from == nullptr) return static_cast<const TensorView*>(nullptr);
-    to = call.view(name, from);
-    return static_cast<const TensorView*>(&to);
-  };
-  out.gx = wanted("gx", g.gx, gx);
-  out.gw = wanted("gw", g.gw, gw);
-  out.gb = wanted("gb", g.gb, gb);
-  out.accumulate = g.accumulate != 0;
-  hot::backward_linear(c, call.view("gy", gy), w, call.saved(saved), call.spec(spec), out,
-                       workspace);
+hot_status backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
+                    const hot_saved* saved, const hot_spec* spec, const hot_gradients* gradients,
+                    const hot::Workspace& workspace) noexcept {
+  return guarded("backward_linear", [&](const Call& call) {
+    const hot::Context& c = call(context);
+    const hot_gradients g = read_known(call.name, "out", gradients);
+    TensorView views[3];
+    const auto wanted = [&](const Array& array, TensorView& to) -> const TensorView* {
+      if (array.from == nullptr) return nullptr;
+      to = call(array);
+      return &to;
+    };
+    const hot::BackwardOutputs out{wanted({"gx", g.gx}, views[0]), wanted({"gw", g.gw}, views[1]),
+                                   wanted({"gb", g.gb}, views[2]), g.accumulate != 0};
+    hot::backward_linear(c, call(Array{"gy", gy}), call(w), call(saved), call(spec), out,
+                         workspace);
+  });
 }
 
 // hot_forward_linear for plain or quantised x and w.
 template <class Input, class Weight>
-void forward(const Call& call, const hot_context* context, const Input& x, const Weight& w,
-             const hot_tensor* bias, const hot_forward_spec* spec, const hot_tensor* y,
-             const hot::Workspace& workspace) {
-  hot::forward_linear(call.context(context), x, w, call.optional("bias", bias), call.spec(spec),
-                      call.view("y", y), workspace);
-}
-
-// Workspace of hot_forward_linear.
-hot_status forward_workspace(const hot_context* context, const hot::LinearShape& shape,
-                             const hot_forward_spec* spec, bool quantized_weight,
-                             bool quantized_input, std::size_t* bytes) noexcept {
-  return guarded("forward_linear_workspace", [&](const Call& call) {
-    call.place("bytes", bytes) = hot::forward_linear_workspace(
-        call.context(context), shape, call.spec(spec), quantized_weight, quantized_input);
-  });
+hot_status forward(const hot_context* context, const Input& x, const Weight& w,
+                   const hot_tensor* bias, const hot_forward_spec* spec, const hot_tensor* y,
+                   const hot::Workspace& workspace) noexcept {
+  const auto work = [](const auto&... args) { hot::forward_linear(args...); };
+  return run("forward_linear", work, context, x, w, OptionalArray{{"bias", bias}}, spec,
+             Array{"y", y}, workspace);
 }
 
 void check_supported(const hot::Support& support) {
@@ -312,19 +366,22 @@ const std::vector<std::string>& known_recipes() {
   return names;
 }
 
-template <class Make>
-hot_status make_context(const char* name, hot_context** out, const Make& make) noexcept {
+// A new context that `make` returns.
+template <class Make, class... Args>
+hot_status make_context(const char* name, hot_context** out, const Make& make,
+                        const Args&... args) noexcept {
   return guarded(name, [&](const Call& call) {
     hot_context*& target = call.place("out", out);
-    target = new hot_context{make(call)};
+    target = new hot_context{converted(call, make, args...)};
   });
 }
 
-template <class Change>
-hot_status change_context(const char* name, hot_context* context, const Change& change) noexcept {
+// `change` is a method of Context that returns a changed copy.
+template <class Change, class... Args>
+hot_status change_context(const char* name, hot_context* context, Change change,
+                          const Args&... args) noexcept {
   return guarded(name, [&](const Call& call) {
-    const hot::Context changed = change(call, call.context(context));
-    context->context = changed;
+    context->context = hot::Context((call(context).*change)(call(args)...));
   });
 }
 
@@ -357,52 +414,44 @@ size_t hot_dtype_size(int32_t dtype) {
 // ---- contexts ----------------------------------------------------------------------------------
 
 hot_status hot_context_cpu(int32_t threads, hot_context** out) {
-  return make_context("context_cpu", out, [&](const Call&) { return hot::Context::cpu(threads); });
+  return make_context("context_cpu", out, [&] { return hot::Context::cpu(threads); });
 }
 
 hot_status hot_context_cpu_on(hot_run run, void* state, int32_t threads, hot_context** out) {
-  return make_context("context_cpu_on", out, [&](const Call&) {
-    return hot::Context::cpu(hot::Executor{run, state}, threads);
-  });
+  return make_context("context_cpu_on", out,
+                      [&] { return hot::Context::cpu(hot::Executor{run, state}, threads); });
 }
 
 hot_status hot_context_cuda(int32_t device, void* stream, hot_context** out) {
-  return make_context("context_cuda", out, [&](const Call&) {
-    return hot::Context::cuda(device, static_cast<hot::Stream>(stream));
-  });
+  return make_context("context_cuda", out,
+                      [&] { return hot::Context::cuda(device, static_cast<hot::Stream>(stream)); });
 }
 
 hot_status hot_context_copy(const hot_context* context, hot_context** out) {
-  return make_context("context_copy", out, [&](const Call& call) -> const hot::Context& {
-    return call.context(context);
-  });
+  return make_context("context_copy", out, [](const hot::Context& c) { return c; }, context);
 }
 
 void hot_context_destroy(hot_context* context) { delete context; }
 
 hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t offset,
                                uint32_t stream, const uint64_t* counter) {
-  return change_context("context_set_key", context, [&](const Call&, const hot::Context& c) {
-    return c.with_key({seed, offset, stream, counter});
-  });
+  return change_context("context_set_key", context, &hot::Context::with_key,
+                        hot::Key{seed, offset, stream, counter});
 }
 
 int32_t hot_best_isa(void) { return static_cast<std::int32_t>(hot::best_isa()); }
 
 hot_status hot_context_set_isa(hot_context* context, int32_t isa) {
-  return change_context("context_set_isa", context, [&](const Call& call, const hot::Context& c) {
-    return c.with_isa(call.choice("isa", isa, hot::Isa::amx));
-  });
+  return change_context("context_set_isa", context, &hot::Context::with_isa,
+                        Choice<hot::Isa>{"isa", isa, hot::Isa::amx});
 }
 
 hot_status hot_context_set_arch(hot_context* context, int32_t arch) {
-  return change_context("context_set_arch", context,
-                        [&](const Call&, const hot::Context& c) { return c.with_arch(arch); });
+  return change_context("context_set_arch", context, &hot::Context::with_arch, arch);
 }
 
 hot_status hot_context_set_sm_margin(hot_context* context, int32_t sms) {
-  return change_context("context_set_sm_margin", context,
-                        [&](const Call&, const hot::Context& c) { return c.with_sm_margin(sms); });
+  return change_context("context_set_sm_margin", context, &hot::Context::with_sm_margin, sms);
 }
 
 int32_t hot_context_threads(const hot_context* context) {
@@ -433,14 +482,13 @@ const char* hot_spec_field(int32_t index) {
 
 hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes) {
   return guarded("spec_get", [&](const Call& call) {
-    const hot::BackwardLinearSpec current = call.spec(spec);
+    const hot::BackwardLinearSpec current = call(spec);
     call.place("field", field);
     call.place("text", text);
     hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
       const std::string value = hot::detail::field_text(row, row.get(current));
       if (value.size() >= bytes) {
-        invalid(call.name, "text holds " + std::to_string(bytes) + " bytes; " + row.name +
-                               " needs " + std::to_string(value.size() + 1));
+        invalid(call.name, "text holds ", bytes, " bytes; ", row.name, " needs ", value.size() + 1);
       }
       std::memcpy(text, value.c_str(), value.size() + 1);
     });
@@ -449,14 +497,13 @@ hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, siz
 
 hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text) {
   return guarded("spec_set", [&](const Call& call) {
-    hot::BackwardLinearSpec changed = call.spec(spec);
+    hot::BackwardLinearSpec changed = call(static_cast<const hot_spec*>(spec));
     call.place("field", field);
     call.place("text", text);
     hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
       using T = typename std::decay_t<decltype(row)>::Value;
       if constexpr (std::is_same_v<T, std::vector<int>>) {
-        invalid(call.name,
-                std::string(row.name) + " is the caller's array; set spec.rows and row_count");
+        invalid(call.name, row.name, " is the caller's array; set spec.rows and row_count");
       } else {
         hot::detail::set_field_text(row, text, row.get(changed));
       }
@@ -479,281 +526,229 @@ const char* hot_recipe_name(int32_t index) {
 
 hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out_features,
                          int64_t in_features, const hot_spec* spec) {
-  return guarded("supported", [&](const Call& call) {
-    check_supported(hot::supported(call.context(context), {tokens, out_features, in_features},
-                                   call.spec(spec)));
-  });
+  return run(
+      "supported", [](const auto&... args) { check_supported(hot::supported(args...)); }, context,
+      hot::LinearShape{tokens, out_features, in_features}, spec);
 }
 
 // ---- single stages -----------------------------------------------------------------------------
 
 hot_status hot_fwht(const hot_context* context, const hot_tensor* x, int32_t axis, int32_t block,
                     const hot_tensor* out) {
-  return guarded("fwht", [&](const Call& call) {
-    hot::fwht(call.context(context), call.view("x", x), axis, block, call.view("out", out));
-  });
+  return run("fwht", hot::fwht, context, Array{"x", x}, axis, block, Array{"out", out});
 }
 
 hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows) {
   return guarded("basis_order", [&](const Call& call) {
     const std::vector<int> order =
-        hot::basis_order(call.choice("basis", basis, hot::Basis::sketch), block);
+        hot::basis_order(call(Choice<hot::Basis>{"basis", basis, hot::Basis::sketch}), block);
     std::int32_t* const to = &call.place("rows", rows);
     for (std::size_t i = 0; i < order.size(); ++i) to[i] = order[i];
   });
 }
 
 hot_status hot_hla_rows(int64_t tokens, const hot_spec* spec, int64_t* rows) {
-  return guarded("hla_rows", [&](const Call& call) {
-    call.place("rows", rows) = hot::hla_rows(tokens, call.spec(spec).low_rank);
-  });
+  return fill(
+      "hla_rows", "rows", rows,
+      [&](const hot::BackwardLinearSpec& s) { return hot::hla_rows(tokens, s.low_rank); }, spec);
 }
 
 hot_status hot_hla(const hot_context* context, const hot_tensor* x, const hot_spec* spec,
                    int32_t side, const hot_tensor* out) {
-  return guarded("hla", [&](const Call& call) {
-    hot::hla(call.context(context), call.view("x", x), call.spec(spec).low_rank,
-             call.choice("side", side, hot::Side::gradient), call.view("out", out));
-  });
+  const auto work = [](const hot::Context& c, const ConstTensorView& from,
+                       const hot::BackwardLinearSpec& s, hot::Side of,
+                       const TensorView& to) { hot::hla(c, from, s.low_rank, of, to); };
+  return run("hla", work, context, Array{"x", x}, spec,
+             Choice<hot::Side>{"side", side, hot::Side::gradient}, Array{"out", out});
 }
 
 hot_status hot_quantize(const hot_context* context, const hot_tensor* x, int32_t bits,
                         int32_t granularity, int32_t rounding, const hot_tensor* q,
                         const hot_tensor* scale) {
-  return guarded("quantize", [&](const Call& call) {
-    const hot::QuantSpec spec{bits,
-                              call.choice("granularity", granularity, hot::Granularity::channel),
-                              call.choice("rounding", rounding, hot::Rounding::pseudo_stochastic)};
-    hot::quantize(call.context(context), call.view("x", x), spec, call.view("q", q),
-                  call.view("scale", scale));
-  });
+  const auto work = [&](const hot::Context& c, const ConstTensorView& from, hot::Granularity each,
+                        hot::Rounding by, const TensorView& codes, const TensorView& scales) {
+    hot::quantize(c, from, {bits, each, by}, codes, scales);
+  };
+  return run("quantize", work, context, Array{"x", x},
+             Choice<hot::Granularity>{"granularity", granularity, hot::Granularity::channel},
+             Choice<hot::Rounding>{"rounding", rounding, hot::Rounding::pseudo_stochastic},
+             Array{"q", q}, Array{"scale", scale});
 }
 
 hot_status hot_dequantize(const hot_context* context, const hot_tensor* q, const hot_tensor* scale,
                           int32_t granularity, const hot_tensor* out) {
-  return guarded("dequantize", [&](const Call& call) {
-    hot::dequantize(call.context(context), call.view("q", q), call.view("scale", scale),
-                    call.choice("granularity", granularity, hot::Granularity::channel),
-                    call.view("out", out));
-  });
+  return run("dequantize", hot::dequantize, context, Array{"q", q}, Array{"scale", scale},
+             Choice<hot::Granularity>{"granularity", granularity, hot::Granularity::channel},
+             Array{"out", out});
 }
 
 hot_status hot_pack_int4(const hot_context* context, const hot_tensor* q, const hot_tensor* out) {
-  return guarded("pack_int4", [&](const Call& call) {
-    hot::pack_int4(call.context(context), call.view("q", q), call.view("out", out));
-  });
+  return run("pack_int4", hot::pack_int4, context, Array{"q", q}, Array{"out", out});
 }
 
 hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
                            const hot_tensor* out) {
-  return guarded("unpack_int4", [&](const Call& call) {
-    hot::unpack_int4(call.context(context), call.view("packed", packed), call.view("out", out));
-  });
+  return run("unpack_int4", hot::unpack_int4, context, Array{"packed", packed}, Array{"out", out});
 }
 
 hot_status hot_encode_blocks(const hot_context* context, const hot_tensor* x, int32_t rounding,
                              const hot_tensor* wire) {
-  return guarded("encode_blocks", [&](const Call& call) {
-    hot::encode_blocks(call.context(context), call.view("x", x),
-                       call.choice("rounding", rounding, hot::Rounding::pseudo_stochastic),
-                       call.view("wire", wire));
-  });
+  return run("encode_blocks", hot::encode_blocks, context, Array{"x", x},
+             Choice<hot::Rounding>{"rounding", rounding, hot::Rounding::pseudo_stochastic},
+             Array{"wire", wire});
 }
 
 hot_status hot_sum_blocks(const hot_context* context, const hot_tensor* wire, float factor,
                           const hot_tensor* out) {
-  return guarded("sum_blocks", [&](const Call& call) {
-    hot::sum_blocks(call.context(context), call.view("wire", wire), factor, call.view("out", out));
-  });
+  return run("sum_blocks", hot::sum_blocks, context, Array{"wire", wire}, factor,
+             Array{"out", out});
 }
 
 hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                               size_t* bytes) {
-  return guarded("gemm_workspace", [&](const Call& call) {
-    call.place("bytes", bytes) = hot::gemm_workspace(call.context(context), m, n, k);
-  });
+  return fill("gemm_workspace", "bytes", bytes, hot::gemm_workspace, context, m, n, k);
 }
 
 hot_status hot_gemm_int8(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
                          const hot_tensor* a_scale, const hot_tensor* b_scale, int32_t divisor,
                          int32_t accumulate, const hot_tensor* out, void* workspace,
                          size_t workspace_bytes) {
-  return guarded("gemm_int8", [&](const Call& call) {
-    hot::gemm_int8(call.context(context), call.view("a", a), call.view("b", b),
-                   call.optional("a_scale", a_scale), call.optional("b_scale", b_scale),
-                   {divisor, accumulate != 0}, call.view("out", out), {workspace, workspace_bytes});
-  });
+  return run("gemm_int8", hot::gemm_int8, context, Array{"a", a}, Array{"b", b},
+             OptionalArray{{"a_scale", a_scale}}, OptionalArray{{"b_scale", b_scale}},
+             hot::GemmSpec{divisor, accumulate != 0}, Array{"out", out},
+             hot::Workspace{workspace, workspace_bytes});
 }
 
 hot_status hot_gemm_int4(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
                          int64_t k, const hot_tensor* a_scale, const hot_tensor* b_scale,
                          int32_t divisor, int32_t accumulate, const hot_tensor* out,
                          void* workspace, size_t workspace_bytes) {
-  return guarded("gemm_int4", [&](const Call& call) {
-    hot::gemm_int4(call.context(context), call.view("a", a), call.view("b", b), k,
-                   call.optional("a_scale", a_scale), call.optional("b_scale", b_scale),
-                   {divisor, accumulate != 0}, call.view("out", out), {workspace, workspace_bytes});
-  });
+  return run("gemm_int4", hot::gemm_int4, context, Array{"a", a}, Array{"b", b}, k,
+             OptionalArray{{"a_scale", a_scale}}, OptionalArray{{"b_scale", b_scale}},
+             hot::GemmSpec{divisor, accumulate != 0}, Array{"out", out},
+             hot::Workspace{workspace, workspace_bytes});
 }
 
 // ---- a linear layer ----------------------------------------------------------------------------
 
 hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_spec* spec,
                                hot_saved_layout* layout) {
-  return guarded("saved_layout", [&](const Call& call) {
-    call.check("layout", layout);
-    const hot::SavedLayout l = hot::saved_layout(tokens, in_features, call.spec(spec));
-    write(layout, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset,
-                   l.exponent_offset});
-  });
+  return fill("saved_layout", "layout", layout, hot::saved_layout, tokens, in_features, spec);
 }
 
 hot_status hot_compress_activation_workspace(const hot_context* context, int64_t tokens,
                                              int64_t in_features, const hot_spec* spec,
                                              size_t* bytes) {
-  return guarded("compress_activation_workspace", [&](const Call& call) {
-    call.place("bytes", bytes) = hot::compress_activation_workspace(call.context(context), tokens,
-                                                                    in_features, call.spec(spec));
-  });
+  return fill("compress_activation_workspace", "bytes", bytes, hot::compress_activation_workspace,
+              context, tokens, in_features, spec);
 }
 
 hot_status hot_compress_activation(const hot_context* context, const hot_tensor* x,
                                    const hot_spec* spec, void* data, size_t bytes, void* workspace,
                                    size_t workspace_bytes, hot_saved* saved) {
-  return guarded("compress_activation", [&](const Call& call) {
-    call.check("saved", saved);
-    write_result(saved,
-                 hot::compress_activation(call.context(context), call.view("x", x), call.spec(spec),
-                                          {data, bytes}, {workspace, workspace_bytes}));
-  });
+  return fill("compress_activation", "saved", saved, hot::compress_activation, context,
+              Array{"x", x}, spec, hot::SavedActivation{data, bytes},
+              hot::Workspace{workspace, workspace_bytes});
 }
 
 hot_status hot_decompress_activation(const hot_context* context, const hot_saved* saved,
                                      int64_t first, int64_t last, const hot_spec* spec,
                                      const hot_tensor* out) {
-  return guarded("decompress_activation", [&](const Call& call) {
-    call.check("saved", saved);
-    hot::decompress_activation(call.context(context), call.saved(saved), first, last,
-                               call.spec(spec), call.view("out", out));
-  });
+  return run("decompress_activation", hot::decompress_activation, context,
+             Given<hot_saved>{"saved", saved}, first, last, spec, Array{"out", out});
 }
 
 hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
                                       const hot_spec* spec, size_t* bytes) {
-  return guarded("quantized_weight_bytes", [&](const Call& call) {
-    call.place("bytes", bytes) =
-        hot::quantized_weight_bytes(out_features, in_features, call.spec(spec));
-  });
+  return fill("quantized_weight_bytes", "bytes", bytes, hot::quantized_weight_bytes, out_features,
+              in_features, spec);
 }
 
 hot_status hot_quantize_weight_workspace(const hot_context* context, int64_t out_features,
                                          int64_t in_features, const hot_spec* spec, size_t* bytes) {
-  return guarded("quantize_weight_workspace", [&](const Call& call) {
-    call.place("bytes", bytes) = hot::quantize_weight_workspace(call.context(context), out_features,
-                                                                in_features, call.spec(spec));
-  });
+  return fill("quantize_weight_workspace", "bytes", bytes, hot::quantize_weight_workspace, context,
+              out_features, in_features, spec);
 }
 
 hot_status hot_quantize_weight(const hot_context* context, const hot_tensor* w,
                                const hot_spec* spec, void* data, size_t bytes, void* workspace,
                                size_t workspace_bytes, hot_weight* weight) {
-  return guarded("quantize_weight", [&](const Call& call) {
-    call.check("weight", weight);
-    write_result(weight,
-                 hot::quantize_weight(call.context(context), call.view("w", w), call.spec(spec),
-                                      {data, bytes}, {workspace, workspace_bytes}));
-  });
+  return fill("quantize_weight", "weight", weight, hot::quantize_weight, context, Array{"w", w},
+              spec, hot::QuantizedWeight{data, bytes}, hot::Workspace{workspace, workspace_bytes});
 }
 
 hot_status hot_backward_linear_workspace(const hot_context* context, int64_t tokens,
                                          int64_t out_features, int64_t in_features,
                                          const hot_spec* spec, int32_t need_gx, int32_t need_gw,
                                          size_t* bytes) {
-  return guarded("backward_linear_workspace", [&](const Call& call) {
-    call.place("bytes", bytes) =
-        hot::backward_linear_workspace(call.context(context), {tokens, out_features, in_features},
-                                       call.spec(spec), need_gx != 0, need_gw != 0);
-  });
+  return fill("backward_linear_workspace", "bytes", bytes, hot::backward_linear_workspace, context,
+              hot::LinearShape{tokens, out_features, in_features}, spec, need_gx != 0,
+              need_gw != 0);
 }
 
 hot_status hot_backward_linear(const hot_context* context, const hot_tensor* gy,
                                const hot_tensor* w, const hot_saved* saved, const hot_spec* spec,
                                const hot_gradients* out, void* workspace, size_t workspace_bytes) {
-  return guarded("backward_linear", [&](const Call& call) {
-    backward(call, context, gy, call.optional("w", w), saved, spec, out,
-             {workspace, workspace_bytes});
-  });
+  return backward(context, gy, OptionalArray{{"w", w}}, saved, spec, out,
+                  {workspace, workspace_bytes});
 }
 
 hot_status hot_backward_linear_quantized(const hot_context* context, const hot_tensor* gy,
                                          const hot_weight* weight, const hot_saved* saved,
                                          const hot_spec* spec, const hot_gradients* out,
                                          void* workspace, size_t workspace_bytes) {
-  return guarded("backward_linear", [&](const Call& call) {
-    backward(call, context, gy, call.weight(weight), saved, spec, out,
-             {workspace, workspace_bytes});
-  });
+  return backward(context, gy, weight, saved, spec, out, {workspace, workspace_bytes});
 }
 
 hot_status hot_forward_supported(const hot_context* context, int64_t tokens, int64_t out_features,
                                  int64_t in_features, const hot_forward_spec* spec) {
-  return guarded("forward_supported", [&](const Call& call) {
-    check_supported(hot::forward_supported(call.context(context),
-                                           {tokens, out_features, in_features}, call.spec(spec)));
-  });
+  return run(
+      "forward_supported",
+      [](const auto&... args) { check_supported(hot::forward_supported(args...)); }, context,
+      hot::LinearShape{tokens, out_features, in_features}, spec);
 }
 
 hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
                                     const hot_forward_spec* spec, size_t* bytes) {
-  return guarded("forward_weight_bytes", [&](const Call& call) {
-    call.place("bytes", bytes) =
-        hot::forward_weight_bytes(out_features, in_features, call.spec(spec));
-  });
+  return fill("forward_weight_bytes", "bytes", bytes, hot::forward_weight_bytes, out_features,
+              in_features, spec);
 }
 
 hot_status hot_quantize_forward_weight(const hot_context* context, const hot_tensor* w,
                                        const hot_forward_spec* spec, void* data, size_t bytes,
                                        hot_weight* weight) {
-  return guarded("quantize_forward_weight", [&](const Call& call) {
-    call.check("weight", weight);
-    write_result(weight, hot::quantize_forward_weight(call.context(context), call.view("w", w),
-                                                      call.spec(spec), {data, bytes}));
-  });
+  return fill("quantize_forward_weight", "weight", weight, hot::quantize_forward_weight, context,
+              Array{"w", w}, spec, hot::QuantizedWeight{data, bytes});
 }
 
 hot_status hot_forward_linear_workspace(const hot_context* context, int64_t tokens,
                                         int64_t out_features, int64_t in_features,
                                         const hot_forward_spec* spec, int32_t quantized_weight,
                                         size_t* bytes) {
-  return forward_workspace(context, {tokens, out_features, in_features}, spec,
-                           quantized_weight != 0, false, bytes);
+  return fill("forward_linear_workspace", "bytes", bytes, hot::forward_linear_workspace, context,
+              hot::LinearShape{tokens, out_features, in_features}, spec, quantized_weight != 0,
+              false);
 }
 
 hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x, const hot_tensor* w,
                               const hot_tensor* bias, const hot_forward_spec* spec,
                               const hot_tensor* y, void* workspace, size_t workspace_bytes) {
-  return guarded("forward_linear", [&](const Call& call) {
-    forward(call, context, ConstTensorView(call.view("x", x)), ConstTensorView(call.view("w", w)),
-            bias, spec, y, {workspace, workspace_bytes});
-  });
+  return forward(context, Array{"x", x}, Array{"w", w}, bias, spec, y,
+                 {workspace, workspace_bytes});
 }
 
 hot_status hot_forward_linear_quantized(const hot_context* context, const hot_tensor* x,
                                         const hot_weight* weight, const hot_tensor* bias,
                                         const hot_forward_spec* spec, const hot_tensor* y,
                                         void* workspace, size_t workspace_bytes) {
-  return guarded("forward_linear", [&](const Call& call) {
-    call.check("weight", weight);
-    forward(call, context, ConstTensorView(call.view("x", x)), call.weight(weight), bias, spec, y,
-            {workspace, workspace_bytes});
-  });
+  return forward(context, Array{"x", x}, Given<hot_weight>{"weight", weight}, bias, spec, y,
+                 {workspace, workspace_bytes});
 }
 
 hot_status hot_forward_input_bytes(int64_t tokens, int64_t in_features,
                                    const hot_forward_spec* spec, size_t* bytes) {
-  return guarded("forward_input_bytes", [&](const Call& call) {
-    call.place("bytes", bytes) = hot::forward_input_bytes(tokens, in_features, call.spec(spec));
-  });
+  return fill("forward_input_bytes", "bytes", bytes, hot::forward_input_bytes, tokens, in_features,
+              spec);
 }
 
 hot_status hot_quantize_forward_input(const hot_context* context, const hot_tensor* x,
@@ -774,17 +769,17 @@ hot_status hot_quantize_forward_input_scaled(const hot_context* context, const h
                                              size_t workspace_bytes, hot_saved* saved) {
   return guarded("quantize_forward_input", [&](const Call& call) {
     call.check("input", input);
-    const hot::Context& c = call.context(context);
-    const ConstTensorView from = call.view("x", x);
-    const ConstTensorView powers = call.optional("exponents", exponents);
-    const hot::ForwardLinearSpec forward_spec = call.spec(spec);
+    const hot::Context& c = call(context);
+    const ConstTensorView from = call(Array{"x", x});
+    const ConstTensorView powers = call(OptionalArray{{"exponents", exponents}});
+    const hot::ForwardLinearSpec forward_spec = call(spec);
     if (kept == nullptr) {
       return write_result(
           input, hot::quantize_forward_input(c, from, forward_spec, {data, bytes}, powers));
     }
     call.check("saved", saved);
     const hot::ForwardInput result = hot::quantize_forward_input(
-        c, from, forward_spec, {data, bytes}, call.spec(kept, "kept"), {saved_data, saved_bytes},
+        c, from, forward_spec, {data, bytes}, call(kept, "kept"), {saved_data, saved_bytes},
         {workspace, workspace_bytes}, powers);
     write_result(input, result.quantized);
     write_result(saved, result.saved);
@@ -795,66 +790,53 @@ hot_status hot_forward_linear_input_workspace(const hot_context* context, int64_
                                               int64_t out_features, int64_t in_features,
                                               const hot_forward_spec* spec,
                                               int32_t quantized_weight, size_t* bytes) {
-  return forward_workspace(context, {tokens, out_features, in_features}, spec,
-                           quantized_weight != 0, true, bytes);
+  return fill("forward_linear_workspace", "bytes", bytes, hot::forward_linear_workspace, context,
+              hot::LinearShape{tokens, out_features, in_features}, spec, quantized_weight != 0,
+              true);
 }
 
 hot_status hot_forward_linear_input(const hot_context* context, const hot_input* x,
                                     const hot_tensor* w, const hot_weight* weight,
                                     const hot_tensor* bias, const hot_forward_spec* spec,
                                     const hot_tensor* y, void* workspace, size_t workspace_bytes) {
-  return guarded("forward_linear", [&](const Call& call) {
-    if ((w == nullptr) == (weight == nullptr)) {
-      invalid(call.name, std::string("w and weight are both ") + (w == nullptr ? "null" : "given") +
-                             "; expected one of them");
-    }
-    const hot::ConstQuantizedInput from = call.input(x);
-    const hot::Workspace scratch{workspace, workspace_bytes};
-    if (weight != nullptr) {
-      forward(call, context, from, call.weight(weight), bias, spec, y, scratch);
-    } else {
-      forward(call, context, from, ConstTensorView(call.view("w", w)), bias, spec, y, scratch);
-    }
-  });
+  const hot::Workspace scratch{workspace, workspace_bytes};
+  if ((w == nullptr) == (weight == nullptr)) {
+    return guarded("forward_linear", [&](const Call& call) {
+      invalid(call.name, "w and weight are both ", w == nullptr ? "null" : "given",
+              "; expected one of them");
+    });
+  }
+  if (weight != nullptr) return forward(context, x, weight, bias, spec, y, scratch);
+  return forward(context, x, Array{"w", w}, bias, spec, y, scratch);
 }
 
 hot_status hot_weight_int4_bytes(int64_t out_features, int64_t in_features,
                                  const hot_forward_spec* spec, int32_t group, size_t* bytes) {
-  return guarded("weight_int4_bytes", [&](const Call& call) {
-    call.place("bytes", bytes) =
-        hot::weight_int4_bytes(out_features, in_features, {call.spec(spec), group});
-  });
+  return fill("weight_int4_bytes", "bytes", bytes, hot::weight_int4_bytes, out_features,
+              in_features, Int4{spec, group});
 }
 
 hot_status hot_quantize_weight_int4(const hot_context* context, const hot_tensor* w,
                                     const hot_tensor* exponents, const hot_forward_spec* spec,
                                     int32_t group, void* data, size_t bytes, hot_weight* weight) {
-  return guarded("quantize_weight_int4", [&](const Call& call) {
-    call.check("weight", weight);
-    write_result(weight, hot::quantize_weight_int4(call.context(context), call.view("w", w),
-                                                   call.optional("exponents", exponents),
-                                                   {call.spec(spec), group}, {data, bytes}));
-  });
+  return fill("quantize_weight_int4", "weight", weight, hot::quantize_weight_int4, context,
+              Array{"w", w}, OptionalArray{{"exponents", exponents}}, Int4{spec, group},
+              hot::QuantizedWeight{data, bytes});
 }
 
 hot_status hot_expand_weight_int4(const hot_context* context, const hot_weight* weight,
                                   const hot_forward_spec* spec, int32_t group, void* data,
                                   size_t bytes, hot_weight* expanded) {
-  return guarded("expand_weight_int4", [&](const Call& call) {
-    call.check("weight", weight);
-    call.check("expanded", expanded);
-    write_result(expanded, hot::expand_weight_int4(call.context(context), call.weight(weight),
-                                                   {call.spec(spec), group}, {data, bytes}));
-  });
+  return fill("expand_weight_int4", "expanded", expanded, hot::expand_weight_int4, context,
+              Given<hot_weight>{"weight", weight}, Int4{spec, group},
+              hot::QuantizedWeight{data, bytes});
 }
 
 hot_status hot_dequantize_weight(const hot_context* context, const hot_weight* weight,
                                  const hot_forward_spec* spec, const hot_tensor* exponents,
                                  const hot_tensor* out) {
-  return guarded("dequantize_weight", [&](const Call& call) {
-    hot::dequantize_weight(call.context(context), call.weight(weight), call.spec(spec),
-                           call.view("out", out), call.optional("exponents", exponents));
-  });
+  return run("dequantize_weight", hot::dequantize_weight, context, weight, spec, Array{"out", out},
+             OptionalArray{{"exponents", exponents}});
 }
 
 }  // extern "C"

@@ -23,10 +23,10 @@ using Sizes = std::initializer_list<std::int64_t>;
 [[noreturn]] void invalid_sizes(const char* call, Names names, Sizes sizes, const char* expected) {
   std::string text;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::string(names.begin()[i]) + (i == 0 ? " is " : " ") +
-            std::to_string(sizes.begin()[i]);
+    text +=
+        joined_text(i == 0 ? "" : ", ", names.begin()[i], i == 0 ? " is " : " ", sizes.begin()[i]);
   }
-  invalid(call, text + "; expected " + expected);
+  invalid(call, text, "; expected ", expected);
 }
 
 }  // namespace
@@ -62,15 +62,14 @@ void check_counted_sizes(const char* call, Names names, Sizes sizes) {
 void check_rounding(const char* call, const char* name, Rounding rounding) {
   if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
       rounding != Rounding::pseudo_stochastic) {
-    invalid(call,
-            std::string(name) + " is unknown; expected nearest, stochastic or pseudo_stochastic");
+    invalid(call, name, " is unknown; expected nearest, stochastic or pseudo_stochastic");
   }
 }
 
 void check_granularity(const char* call, const char* name, Granularity granularity) {
   if (granularity != Granularity::tensor && granularity != Granularity::token &&
       granularity != Granularity::channel) {
-    invalid(call, std::string(name) + " is unknown; expected tensor, token or channel");
+    invalid(call, name, " is unknown; expected tensor, token or channel");
   }
 }
 
@@ -156,22 +155,20 @@ void check_bytes(const char* call, const char* name, const void* data, std::size
                  std::size_t expected, BufferSize size) {
   const bool fits = size == BufferSize::exact ? bytes == expected : bytes >= expected;
   if (!fits || (data == nullptr && expected > 0)) {
-    invalid(call, std::string(name) + " has " + std::to_string(data == nullptr ? 0 : bytes) +
-                      " bytes; expected " + std::to_string(expected) +
-                      (size == BufferSize::exact ? " for this spec" : ""));
+    invalid(call, name, " has ", data == nullptr ? 0 : bytes, " bytes; expected ", expected,
+            (size == BufferSize::exact ? " for this spec" : ""));
   }
   if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
-    invalid(call, std::string(name) + " is not aligned to 16 bytes");
+    invalid(call, name, " is not aligned to 16 bytes");
   }
 }
 
 void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
                   std::uint64_t expected) {
   if (format == expected) return;
-  invalid(call, format == 0
-                    ? std::string(name) + ".format is 0; expected the value from " + made_by + "()"
-                    : std::string(name) + " was made by " + made_by +
-                          " with another spec; pass the same spec to both calls");
+  if (format == 0) invalid(call, name, ".format is 0; expected the value from ", made_by, "()");
+  invalid(call, name, " was made by ", made_by,
+          " with another spec; pass the same spec to both calls");
 }
 
 Support refusal() noexcept {
@@ -209,36 +206,35 @@ std::string stride_text(const ConstTensorView& view) {
 
 void Checker::input(const char* name, const ConstTensorView& view,
                     std::initializer_list<DType> dtypes, int min_ndim, int max_ndim) const {
-  const auto fail = [&](const std::string& what) { invalid(call_, std::string(name) + what); };
+  const auto fail = [&](const auto&... what) { invalid(call_, name, what...); };
   if (std::find(dtypes.begin(), dtypes.end(), view.dtype) == dtypes.end()) {
     std::string expected;
     for (const DType dtype : dtypes) {
       if (!expected.empty()) expected += " or ";
       expected += dtype_name(dtype);
     }
-    fail(std::string(" is ") + dtype_name(view.dtype) + "; expected " + expected);
+    fail(" is ", dtype_name(view.dtype), "; expected ", expected);
   }
   if (view.ndim < min_ndim || view.ndim > max_ndim) {
-    fail(" has " + std::to_string(view.ndim) + " dimensions; expected " +
-         (min_ndim == max_ndim ? std::to_string(min_ndim)
-                               : std::to_string(min_ndim) + " to " + std::to_string(max_ndim)));
+    if (min_ndim == max_ndim) fail(" has ", view.ndim, " dimensions; expected ", min_ndim);
+    fail(" has ", view.ndim, " dimensions; expected ", min_ndim, " to ", max_ndim);
   }
   for (int d = 0; d < view.ndim; ++d) {
-    if (view.shape[d] < 0) fail(" has shape " + shape_text(view) + "; expected no negative size");
+    if (view.shape[d] < 0) fail(" has shape ", shape_text(view), "; expected no negative size");
   }
   if (!addressable(view)) {
-    fail(" has shape " + shape_text(view) + " and strides " + stride_text(view) +
+    fail(" has shape ", shape_text(view), " and strides ", stride_text(view),
          "; expected at most 2^52 elements, within 2^58 elements of memory");
   }
   if (view.device != context_.device()) {
-    fail(" is on " + device_text(view.device) + "; expected " + device_text(context_.device()) +
+    fail(" is on ", device_text(view.device), "; expected ", device_text(context_.device()),
          ", the context's device");
   }
   if (is_empty(view)) return;
   if (view.data == nullptr) fail(" has no data (null pointer)");
   const std::size_t size = dtype_size(view.dtype);
   if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0) {
-    fail(" is not aligned to its element size, " + std::to_string(size) + " bytes");
+    fail(" is not aligned to its element size, ", size, " bytes");
   }
   uses(name, view);
 }
@@ -260,9 +256,9 @@ void Checker::output(const char* name, const TensorView& view, std::initializer_
   std::int64_t reach = 0;
   for (const auto* dim = dims; dim != end; ++dim) {
     if (dim->first <= reach) {
-      invalid(call_, std::string(name) +
-                         " has strides by which elements share memory; "
-                         "expected separate elements");
+      invalid(call_, name,
+              " has strides by which elements share memory; "
+              "expected separate elements");
     }
     reach += dim->first * (dim->second - 1);
   }
@@ -276,8 +272,7 @@ void Checker::shape(const char* name, const ConstTensorView& view,
     same = size < 0 || size == view.shape[d];
   }
   if (!same) {
-    invalid(call_, std::string(name) + " has shape " + shape_text(view) + "; expected " +
-                       shape_text(expected));
+    invalid(call_, name, " has shape ", shape_text(view), "; expected ", shape_text(expected));
   }
 }
 
@@ -285,8 +280,8 @@ void Checker::rows_contiguous(const char* name, const ConstTensorView& view) con
   if (is_empty(view)) return;
   const int last = view.ndim - 1;
   if (view.shape[last] > 1 && view.stride[last] != 1) {
-    invalid(call_, std::string(name) + " has stride " + std::to_string(view.stride[last]) +
-                       " along its last dimension; expected contiguous rows (stride 1)");
+    invalid(call_, name, " has stride ", view.stride[last],
+            " along its last dimension; expected contiguous rows (stride 1)");
   }
 }
 
@@ -295,7 +290,7 @@ void Checker::disjoint(const char* name, const ConstTensorView& out, const char*
   if (is_empty(out) || is_empty(other) || other.data == nullptr) return;
   const auto a = extent(out), b = extent(other);
   if (a.first < b.second && b.first < a.second && !interleaved(out, other)) {
-    invalid(call_, std::string(name) + " overlaps " + other_name + " in memory");
+    invalid(call_, name, " overlaps ", other_name, " in memory");
   }
 }
 
@@ -307,15 +302,15 @@ void Checker::uses(const char* name, const ConstTensorView& view) const {
 
 void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
   if (needed > 0 && (workspace.data == nullptr || workspace.bytes < needed)) {
-    throw Error(ErrorCode::workspace_too_small,
-                std::string(call_) + ": workspace has " +
-                    std::to_string(workspace.data == nullptr ? 0 : workspace.bytes) +
-                    " bytes; expected " + std::to_string(needed));
+    throw Error(
+        ErrorCode::workspace_too_small,
+        joined_text(call_, ": workspace has ", workspace.data == nullptr ? 0 : workspace.bytes,
+                    " bytes; expected ", needed));
   }
   const auto first = reinterpret_cast<std::uintptr_t>(workspace.data);
   for (std::size_t i = 0; i < used_count_; ++i) {
     if (first < used_[i].last && used_[i].first < first + needed) {
-      invalid(call_, std::string("workspace overlaps ") + used_[i].name + " in memory");
+      invalid(call_, "workspace overlaps ", used_[i].name, " in memory");
     }
   }
 }
@@ -329,9 +324,9 @@ MatrixIn Checker::collapsed(const char* name, const ConstTensorView& view) const
     if (empty || view.shape[d] == 1) continue;
     if (rows == 1) row_stride = view.stride[d];
     if (view.stride[d] != row_stride * rows) {
-      invalid(call_, std::string(name) + " of shape " + shape_text(view) +
-                         " has leading dimensions that do not lie one after the other in memory; "
-                         "expected strides that collapse to a matrix");
+      invalid(call_, name, " of shape ", shape_text(view),
+              " has leading dimensions that do not lie one after the other in memory; "
+              "expected strides that collapse to a matrix");
     }
   }
   return {view.data, view.dtype, rows, view.shape[last], row_stride, view.stride[last]};
@@ -341,8 +336,8 @@ MatrixOut Checker::collapsed_out(const char* name, const TensorView& view, std::
                                  std::int64_t cols) const {
   const MatrixIn m = collapsed(name, view);
   if (m.rows != rows || m.cols != cols) {
-    invalid(call_, std::string(name) + " has shape " + shape_text(view) + "; expected " +
-                       shape_text({rows, cols}) + ", leading dimensions flattened");
+    invalid(call_, name, " has shape ", shape_text(view), "; expected ", shape_text({rows, cols}),
+            ", leading dimensions flattened");
   }
   return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
 }
@@ -366,9 +361,8 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
   const ConstQuantizedWeight& quantized = *w.quantized;
   const std::int64_t contraction = outs ? quantized.out_features : quantized.in_features;
   if (contraction != expected.contraction) {
-    invalid(expected.call, "w has " + std::to_string(contraction) +
-                               (outs ? " out_features" : " in_features") + "; expected " +
-                               expected.operand + "'s, " + std::to_string(expected.contraction));
+    invalid(expected.call, "w has ", contraction, (outs ? " out_features" : " in_features"),
+            "; expected ", expected.operand, "'s, ", expected.contraction);
   }
   resolved.other_size = outs ? quantized.in_features : quantized.out_features;
   check_sizes(expected.call, {"out_features", "in_features"},

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "hot/backward_linear.h"
 #include "hot/context.h"
@@ -17,8 +18,30 @@
 
 namespace hot::detail {
 
-[[noreturn]] void invalid(const char* call, const std::string& what);
-[[noreturn]] void unsupported(const char* call, const std::string& what);
+// Joins words and numbers.
+template <class... Parts>
+std::string joined_text(const Parts&... parts) {
+  std::string all;
+  const auto add = [&](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+      all += std::to_string(part);
+    } else {
+      all += part;
+    }
+  };
+  (add(parts), ...);
+  return all;
+}
+
+// Throw an Error of the call and these words and numbers.
+template <class... Parts>
+[[noreturn]] void invalid(const char* call, const Parts&... what) {
+  throw Error(ErrorCode::invalid_argument, joined_text(call, ": ", what...));
+}
+template <class... Parts>
+[[noreturn]] void unsupported(const char* call, const Parts&... what) {
+  throw Error(ErrorCode::unsupported, joined_text(call, ": ", what...));
+}
 
 // Refuses negative sizes, sizes above max_size, and products of two sizes above max_product.
 // `names` are the arguments' names, in order.

@@ -10,6 +10,7 @@
 #include <unistd.h>
 #endif
 
+#include "checks.h"
 #include "cpu/thread_pool.h"
 #include "cuda_device.h"
 #include "hot/device.h"
@@ -89,8 +90,7 @@ namespace {
 
 int thread_count(int threads) {
   if (threads < 0 || threads > 1024) {
-    throw Error(ErrorCode::invalid_argument,
-                "Context::cpu: threads is " + std::to_string(threads) + "; expected 0 to 1024");
+    detail::invalid("Context::cpu", "threads is ", threads, "; expected 0 to 1024");
   }
   return threads == 0 ? default_thread_count() : threads;
 }
@@ -119,8 +119,7 @@ Context Context::cuda(int device, Stream stream) {
   // Otherwise the first launch would fail with "no kernel image is available".
   const DeviceVerdict verdict = cuda_device_verdict(device);
   if (verdict.level == DeviceVerdict::Level::none) {
-    throw Error(ErrorCode::unsupported,
-                "Context::cuda: device " + std::to_string(device) + " has " + verdict.text);
+    detail::unsupported("Context::cuda", "device ", device, " has ", verdict.text);
   }
   Context context;
   context.device_ = Device{Device::Type::cuda, device};
@@ -133,22 +132,15 @@ void detail::check_cuda_device(const char* call, int device) {
   const int count = cuda_device_count();
   if (device >= 0 && device < count) return;
   const std::string trouble = count == 0 ? cuda_device_trouble() : "";
-  throw Error(ErrorCode::invalid_argument, std::string(call) + ": device is " +
-                                               std::to_string(device) + "; this process sees " +
-                                               std::to_string(count) + " CUDA device(s)" +
-                                               (trouble.empty() ? "" : ": " + trouble));
+  detail::invalid(call, "device is ", device, "; this process sees ", count, " CUDA device(s)",
+                  trouble.empty() ? "" : ": ", trouble);
 }
 
 void detail::check_key(const char* call, const char* name, const Key& key) {
-  const auto fail = [&](const std::string& what) {
-    throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + what);
-  };
-  if (key.stream >= 8192) {
-    fail(".stream is " + std::to_string(key.stream) + "; expected 0 to 8191");
-  }
+  if (key.stream >= 8192) invalid(call, name, ".stream is ", key.stream, "; expected 0 to 8191");
   const auto address = reinterpret_cast<std::uintptr_t>(key.counter);
   if (address % alignof(std::uint64_t) != 0) {
-    fail(".counter is at address " + std::to_string(address) + "; expected a multiple of 8");
+    invalid(call, name, ".counter is at address ", address, "; expected a multiple of 8");
   }
 }
 
@@ -161,9 +153,8 @@ Context Context::with_key(Key key) const {
 
 Context Context::with_isa(Isa isa) const {
   if (static_cast<int>(isa) > static_cast<int>(best_isa())) {
-    throw Error(ErrorCode::unsupported, std::string("Context::with_isa: isa is ") + isa_name(isa) +
-                                            "; this machine and build support at most " +
-                                            isa_name(best_isa()));
+    detail::unsupported("Context::with_isa", "isa is ", isa_name(isa),
+                        "; this machine and build support at most ", isa_name(best_isa()));
   }
   Context context = *this;
   context.isa_ = isa;
@@ -171,10 +162,7 @@ Context Context::with_isa(Isa isa) const {
 }
 
 Context Context::with_sm_margin(int sms) const {
-  if (sms < 0) {
-    throw Error(ErrorCode::invalid_argument,
-                "Context::with_sm_margin: sms is " + std::to_string(sms) + "; expected 0 or more");
-  }
+  if (sms < 0) detail::invalid("Context::with_sm_margin", "sms is ", sms, "; expected 0 or more");
   Context context = *this;
   context.sm_margin_ = sms;
   return context;
@@ -182,8 +170,7 @@ Context Context::with_sm_margin(int sms) const {
 
 Context Context::with_arch(int arch) const {
   if (arch != 0 && arch != 80) {
-    throw Error(ErrorCode::invalid_argument,
-                "Context::with_arch: arch is " + std::to_string(arch) + "; expected 0 or 80");
+    detail::invalid("Context::with_arch", "arch is ", arch, "; expected 0 or 80");
   }
   Context context = *this;
   context.arch_ = arch;

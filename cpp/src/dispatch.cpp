@@ -26,9 +26,7 @@ bool same_elements(const ConstTensorView& a, const ConstTensorView& b) {
 }
 
 void check_bits(const char* call, const char* name, int bits) {
-  if (bits != 4 && bits != 8) {
-    invalid(call, std::string(name) + " is " + std::to_string(bits) + "; expected 4 or 8");
-  }
+  if (bits != 4 && bits != 8) invalid(call, name, " is ", bits, "; expected 4 or 8");
 }
 
 }  // namespace
@@ -44,23 +42,20 @@ void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
   check.input("x", x, float_dtypes, 1, max_dims);
   check.output("out", out, float_dtypes, 1, max_dims);
   if (axis < -x.ndim || axis >= x.ndim) {
-    invalid("fwht", "axis is " + std::to_string(axis) + "; expected " + std::to_string(-x.ndim) +
-                        " to " + std::to_string(x.ndim - 1));
+    invalid("fwht", "axis is ", axis, "; expected ", -x.ndim, " to ", x.ndim - 1);
   }
   if (!is_power_of_two(block) || block > max_fwht_block) {
-    invalid("fwht", "block is " + std::to_string(block) + "; expected a power of two from 1 to " +
-                        std::to_string(max_fwht_block));
+    invalid("fwht", "block is ", block, "; expected a power of two from 1 to ", max_fwht_block);
   }
   const int along = axis < 0 ? axis + x.ndim : axis;
   if (x.shape[along] % block != 0) {
-    invalid("fwht", "x has " + std::to_string(x.shape[along]) + " elements along axis " +
-                        std::to_string(axis) +
-                        "; expected a multiple of block = " + std::to_string(block));
+    invalid("fwht", "x has ", x.shape[along], " elements along axis ", axis,
+            "; expected a multiple of block = ", block);
   }
   bool same_shape = out.ndim == x.ndim;
   for (int d = 0; same_shape && d < x.ndim; ++d) same_shape = out.shape[d] == x.shape[d];
   if (!same_shape) {
-    invalid("fwht", "out has shape " + shape_text(out) + "; expected that of x, " + shape_text(x));
+    invalid("fwht", "out has shape ", shape_text(out), "; expected that of x, ", shape_text(x));
   }
   if (!same_elements(x, out)) check.disjoint("out", out, "x", x);
   for (int d = 0; d < x.ndim; ++d) {
@@ -178,20 +173,19 @@ BlockParts block_parts(const Checker& check, const char* call, const ConstTensor
   const std::int64_t n = values.shape[0], count = wire.ndim == min_ndim ? 1 : wire.shape[last - 1];
   const std::int64_t ranks = min_ndim == 1 ? 1 : wire.shape[0];
   if (count < 1 || ranks < 1) {
-    invalid(call, "wire has shape " + shape_text(wire) + "; expected one row or more");
+    invalid(call, "wire has shape ", shape_text(wire), "; expected one row or more");
   }
   const std::int64_t size = ceil_div(n, count);
   const BlockParts parts{n, count, size, ceil_div(size, BlockParts::block)};
   if (wire.shape[last] != parts.bytes()) {
-    invalid(call, "wire has rows of " + std::to_string(wire.shape[last]) + " bytes; expected " +
-                      std::to_string(parts.bytes()) + ", 68 for each block of 64 of " +
-                      std::to_string(size) + " values");
+    invalid(call, "wire has rows of ", wire.shape[last], " bytes; expected ", parts.bytes(),
+            ", 68 for each block of 64 of ", size, " values");
   }
   std::int64_t stride = 1;
   for (int d = last; d >= 0; stride *= wire.shape[d--]) {
     if (wire.shape[d] > 1 && wire.stride[d] != stride && n > 0) {
-      invalid(call, "wire has stride " + std::to_string(wire.stride[d]) + " along dimension " +
-                        std::to_string(d) + "; expected a contiguous array");
+      invalid(call, "wire has stride ", wire.stride[d], " along dimension ", d,
+              "; expected a contiguous array");
     }
   }
   if (reinterpret_cast<std::uintptr_t>(wire.data) % sizeof(float) != 0) {
@@ -212,9 +206,8 @@ void encode_blocks(const Context& context, const ConstTensorView& x, Rounding ro
   check.output("wire", wire, {DType::i8, DType::i4x2}, 1, 2);
   const BlockParts parts = block_parts(check, call, wire, 1, "x", x);
   if (rounding == Rounding::stochastic && context.key().stream + parts.count > 8192) {
-    invalid(call, "key.stream is " + std::to_string(context.key().stream) + " with " +
-                      std::to_string(parts.count) +
-                      " parts; expected at most 8191 for the last part");
+    invalid(call, "key.stream is ", context.key().stream, " with ", parts.count,
+            " parts; expected at most 8191 for the last part");
   }
   check.disjoint("wire", wire, "x", x);
   if (parts.values == 0) return;
@@ -265,8 +258,7 @@ const float* checked_scale(const Checker& check, const char* call, const char* n
                            std::int64_t& step) {
   check.input(name, scale, {DType::f32}, 1, 1);
   if (scale.shape[0] != 1 && scale.shape[0] != size) {
-    invalid(call, std::string(name) + " has shape " + shape_text(scale) + "; expected (1,) or (" +
-                      std::to_string(size) + ",)");
+    invalid(call, name, " has shape ", shape_text(scale), "; expected (1,) or (", size, ",)");
   }
   check.rows_contiguous(name, scale);
   check.disjoint("out", out, name, scale);
@@ -286,8 +278,8 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
   check.input("b", b, {dtype}, 2, 2);
   const std::int64_t bytes = a.shape[1], k = given_k == nullptr ? bytes : *given_k;
   if (given_k != nullptr && (k < 0 || k / 2 + k % 2 != bytes)) {
-    invalid(call, "k is " + std::to_string(k) + "; expected " + std::to_string(2 * bytes) +
-                      ", or one less, for rows of " + std::to_string(bytes) + " bytes");
+    invalid(call, "k is ", k, "; expected ", 2 * bytes, ", or one less, for rows of ", bytes,
+            " bytes");
   }
   check.shape("b", b, {-1, bytes});
   check.rows_contiguous("a", a);
@@ -301,7 +293,7 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
   check.disjoint("out", out, "a", a);
   check.disjoint("out", out, "b", b);
   if (!is_power_of_two(spec.divisor)) {
-    invalid(call, "divisor is " + std::to_string(spec.divisor) + "; expected a power of two");
+    invalid(call, "divisor is ", spec.divisor, "; expected a power of two");
   }
   args.inv_divisor = 1.0F / static_cast<float>(spec.divisor);
   args.accumulate = spec.accumulate;
@@ -314,8 +306,8 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
       invalid(call, "out is int32 (unscaled sums); expected divisor 1 and no accumulation");
     }
     if (k > int32_safe_k) {
-      invalid(call, "a has a contraction of " + std::to_string(k) +
-                        "; with an int32 out, expected at most " + std::to_string(int32_safe_k));
+      invalid(call, "a has a contraction of ", k, "; with an int32 out, expected at most ",
+              int32_safe_k);
     }
   } else {
     args.a_scale = checked_scale(check, call, "a_scale", a_scale, args.m, out, args.a_scale_step);

@@ -399,8 +399,8 @@ void with_device(std::string_view device, bool wgmma,
       !digits.empty() && digits.size() < 4 &&
       std::all_of(digits.begin(), digits.end(), [](char c) { return c >= '0' && c <= '9'; });
   if (!number) {
-    invalid(call_name, "device is '" + std::string(device) + "'; expected cuda:0, cuda:1, " +
-                           "... or one of " + joined(explain_devices()));
+    invalid(call_name, "device is '", device, "'; expected cuda:0, cuda:1, ", "... or one of ",
+            joined(explain_devices()));
   }
   const Context context = Context::cuda(std::stoi(std::string(digits)), nullptr);
   with_device_facts(context,
@@ -422,8 +422,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
   }
   for (const DType dtype : {options.dtype, options.gw_dtype, options.bias_dtype}) {
     if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
-      invalid(call_name, "dtype is " + std::string(dtype_name(dtype)) +
-                             "; expected float32, float16 or bfloat16");
+      invalid(call_name, "dtype is ", dtype_name(dtype), "; expected float32, float16 or bfloat16");
     }
   }
   // Checks of the calls themselves.
@@ -469,8 +468,8 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
   const bool bare = options.out_dtype == DType::i32;
   if (!bare && options.out_dtype != DType::f32 && options.out_dtype != DType::f16 &&
       options.out_dtype != DType::bf16) {
-    invalid(call, "out_dtype is " + std::string(dtype_name(options.out_dtype)) +
-                      "; expected float32, float16, bfloat16 or int32");
+    invalid(call, "out_dtype is ", dtype_name(options.out_dtype),
+            "; expected float32, float16, bfloat16 or int32");
   }
   Explanation all;
   with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {

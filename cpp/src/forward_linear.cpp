@@ -14,8 +14,7 @@ using namespace detail;
 void detail::check_forward_spec(const char* call, const ForwardLinearSpec& spec) {
   const int block = spec.hadamard_block;
   if (is_power_of_two(block) && (block <= 64 || block == 256)) return;  // 128: 64 was never worse
-  invalid(call, "hadamard_block is " + std::to_string(block) +
-                    "; expected a power of two from 1 to 64, or 256");
+  invalid(call, "hadamard_block is ", block, "; expected a power of two from 1 to 64, or 256");
 }
 
 ColumnPowers detail::column_powers(const Checker& check, const char* call,

@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "checks.h"
 #include "hot/error.h"
 #include "hot/lowrank.h"
 #include "kernels.h"
@@ -31,14 +32,14 @@ int sequency_of(int k, int bits) {
   return s;
 }
 
-[[noreturn]] void invalid(const std::string& what) {
-  throw Error(ErrorCode::invalid_argument, "low_rank: " + what);
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... what) {
+  detail::invalid("low_rank", what...);
 }
 
 void check_block(int block) {
   if (!is_power_of_two(block) || block < 2 || block > max_low_rank_block) {
-    invalid("block is " + std::to_string(block) + "; expected a power of two from 2 to " +
-            std::to_string(max_low_rank_block));
+    refuse("block is ", block, "; expected a power of two from 2 to ", max_low_rank_block);
   }
 }
 
@@ -81,8 +82,7 @@ const std::vector<int>& known_order(Basis basis, int block) {
 std::vector<int> basis_order(Basis basis, int block) {
   check_block(block);
   if (basis != Basis::lowpass && basis != Basis::sequency) {
-    invalid(std::string("basis_order: basis is ") + basis_name(basis) +
-            "; expected lowpass or sequency");
+    refuse("basis_order: basis is ", basis_name(basis), "; expected lowpass or sequency");
   }
   return known_order(basis, block);
 }
@@ -96,43 +96,40 @@ namespace detail {
 void check_low_rank(const LowRank& spec) {
   if (spec.basis != Basis::full && spec.basis != Basis::lowpass && spec.basis != Basis::sequency &&
       spec.basis != Basis::sketch) {
-    invalid("basis is unknown; expected full, lowpass, sequency or sketch");
+    refuse("basis is unknown; expected full, lowpass, sequency or sketch");
   }
   if (!spec.rows.empty() && spec.basis != Basis::lowpass) {
-    invalid(std::string("rows was given with basis ") + basis_name(spec.basis) +
-            "; only lowpass takes a row list");
+    refuse("rows was given with basis ", basis_name(spec.basis), "; only lowpass takes a row list");
   }
   if (spec.basis == Basis::full) return;
   check_block(spec.block);
   if (spec.rows.empty()) {
     if (spec.rank < 1 || spec.rank > spec.block) {
-      invalid("rank is " + std::to_string(spec.rank) +
-              "; expected 1 to block = " + std::to_string(spec.block));
+      refuse("rank is ", spec.rank, "; expected 1 to block = ", spec.block);
     }
   }
   for (auto row = spec.rows.begin(); row != spec.rows.end(); ++row) {
     if (*row < 0 || *row >= spec.block) {
-      invalid("rows[" + std::to_string(row - spec.rows.begin()) + "] is " + std::to_string(*row) +
-              "; expected 0 to block - 1 = " + std::to_string(spec.block - 1));
+      refuse("rows[", row - spec.rows.begin(), "] is ", *row,
+             "; expected 0 to block - 1 = ", spec.block - 1);
     }
     if (std::find(spec.rows.begin(), row, *row) != row) {
-      invalid("rows contains " + std::to_string(*row) + " twice; expected distinct rows");
+      refuse("rows contains ", *row, " twice; expected distinct rows");
     }
   }
   if (spec.basis == Basis::sketch &&
       (!is_power_of_two(spec.rank) || spec.rank < 2 ||
        log2_of(spec.block) - log2_of(spec.rank) > max_sketch_folds)) {
-    invalid("rank is " + std::to_string(spec.rank) +
-            "; sketch expects a power of two from 2 to block, at least block / 16");
+    refuse("rank is ", spec.rank,
+           "; sketch expects a power of two from 2 to block, at least block / 16");
   }
   const TokenLayout& layout = spec.layout;
   if (layout.grid_h < 0 || layout.grid_w < 0 || (layout.grid_h == 0) != (layout.grid_w == 0)) {
-    invalid("token_grid is (" + std::to_string(layout.grid_h) + ", " +
-            std::to_string(layout.grid_w) + "); expected two positive numbers, or neither");
+    refuse("token_grid is (", layout.grid_h, ", ", layout.grid_w,
+           "); expected two positive numbers, or neither");
   }
   if (layout.prefix_tokens < 0 || (layout.prefix_tokens > 0 && layout.grid_h == 0)) {
-    invalid("prefix_tokens is " + std::to_string(layout.prefix_tokens) +
-            "; expected 0 or more, with a token_grid");
+    refuse("prefix_tokens is ", layout.prefix_tokens, "; expected 0 or more, with a token_grid");
   }
 }
 
@@ -158,9 +155,8 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
   const std::int64_t per_sample =
       std::int64_t{layout.grid_h} * layout.grid_w + layout.prefix_tokens;
   if (tokens % per_sample != 0) {
-    invalid(
-        "x has " + std::to_string(tokens) +
-        " tokens; expected a multiple of prefix_tokens + h * w = " + std::to_string(per_sample));
+    refuse("x has ", tokens,
+           " tokens; expected a multiple of prefix_tokens + h * w = ", per_sample);
   }
   const int bits = log2_of(spec.block);
   order.samples = tokens / per_sample;
@@ -175,9 +171,7 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
 }  // namespace
 
 Projection make_projection(std::int64_t tokens, const LowRank& spec) {
-  if (tokens < 0 || tokens > max_size) {
-    invalid("tokens is " + std::to_string(tokens) + "; expected 0 to 2^48");
-  }
+  if (tokens < 0 || tokens > max_size) refuse("tokens is ", tokens, "; expected 0 to 2^48");
   check_low_rank(spec);
   Projection p;
   p.basis = spec.basis;

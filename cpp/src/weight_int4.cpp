@@ -23,14 +23,13 @@ constexpr const char* expand_name = "expand_weight_int4";
 std::int64_t row_length(const char* call, std::int64_t in_features, const WeightInt4Spec& spec) {
   detail::check_forward_spec(call, spec.forward);
   if (spec.group != 32 && spec.group != 64) {
-    detail::invalid(call, "group is " + std::to_string(spec.group) + "; expected 32 or 64");
+    detail::invalid(call, "group is ", spec.group, "; expected 32 or 64");
   }
   const std::int64_t k = detail::forward_k(in_features, spec.forward);
   if (k % spec.group != 0) {
-    detail::invalid(call, "w has " + std::to_string(in_features) + " in features, " +
-                              std::to_string(k) + " after padding to whole blocks of " +
-                              std::to_string(spec.forward.hadamard_block) +
-                              "; expected a multiple of group = " + std::to_string(spec.group));
+    detail::invalid(call, "w has ", in_features, " in features, ", k,
+                    " after padding to whole blocks of ", spec.forward.hadamard_block,
+                    "; expected a multiple of group = ", spec.group);
   }
   return k;
 }

@@ -70,6 +70,7 @@ GONE = {
     "gradient_accumulation": _ADDED,
     "gather_codes": "hot.int8_weights(model) after fully_shard gathers a byte a value",
     "accumulate": _ADDED,
+    "share_inputs": "leave it out: compile the blocks, whose layers with one x keep it once",
 }
 """Removed arguments, as ``argument`` or ``argument=value`` -> what to do instead."""
 

@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip)
-import hotcore.torch as hot  # noqa: E402  (after the skip)
 
 
 @pytest.fixture
@@ -34,10 +33,3 @@ def one_thread(seeded: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compiled_afresh() -> None:
     """Every test has its own layers, and torch compiles a module's forward eight times at most."""
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def unshared() -> Iterator[None]:
-    """Every layer compresses its own x."""
-    with hot.share_inputs(False):
-        yield

@@ -26,7 +26,7 @@ import torch
 import torch_load
 from hotcore import _core
 from hotcore.config import RECIPES
-from hotcore.torch.ops import core, sharing
+from hotcore.torch.ops import core
 from support import isas, output_of, running, saved_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +35,7 @@ SMALL, LARGE = 2, 6  # images of a step
 
 
 class Block(nn.Module):
-    """Layers that share an x, a convolution, a frozen layer, a checkpoint."""
+    """Layers of one x, a convolution, a frozen layer, a checkpoint."""
 
     def __init__(self, recipe: str = "default") -> None:
         super().__init__()
@@ -176,9 +176,8 @@ def test_a_step_that_fails_anywhere(
         if not faults.where:
             break
         places.append(faults.where)
-        # Nothing of the step is left: model, optimizer, shared x.
+        # Nothing of the step is left: model, optimizer.
         assert same(state(model, optimizer), before), faults.where
-        assert sharing.threads.cache.entry is None, faults.where
         # With the generator restored, the next step is as if nothing had failed.
         torch.set_rng_state(seed)
         plain_step(model, optimizer, SMALL)

@@ -340,7 +340,7 @@ def test_layers_of_one_x_have_their_own_sizes() -> None:
         model.k.weight_codes.copy_(other.k.weight_codes)
     x = torch.randn(9, 64, requires_grad=True)
     y = model(x)
-    inner = model.norm(x).detach()  # of a leaf nothing is shared
+    inner = model.norm(x).detach()
     product = torch.tanh(model.q(inner) * model.k(inner))
     assert not torch.equal(model.q.weight_exponents, model.k.weight_exponents)
     assert torch.equal(model.o(product), y)

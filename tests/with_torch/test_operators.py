@@ -205,7 +205,7 @@ def test_an_x_that_is_written_is_compressed_as_it_is(autocast: bool) -> None:
     for ours, theirs in zip(gradients(model, compiled, x), exact, strict=True):
         assert (ours - theirs).norm() < 0.06 * theirs.norm()
     gc.collect()
-    assert len(hot.ops.sharing._traced) == 0
+    assert len(hot.ops.codes._traced) == 0
 
 
 def test_nothing_of_a_graph_stands_elsewhere() -> None:

@@ -110,8 +110,7 @@ def test_kept_codes_keep_seeds(x: torch.Tensor, mode: str, policy: Any, preserve
     if mode != "eager":
         torch._dynamo.reset()
         calls = tuple(torch.compile(call, backend=mode, fullgraph=True) for call in calls)
-    with hot.share_inputs(False):  # a policy's mode hides that layers share an x
-        nearly_equal(*(gradients(model, call, x) for call in calls))
+    nearly_equal(*(gradients(model, call, x) for call in calls))
 
 
 @pytest.mark.long
@@ -256,8 +255,7 @@ def test_stock_models_of_transformers(kind: str, policy: Any, seeded: None) -> N
     def step() -> list[torch.Tensor]:
         model.zero_grad()
         torch.manual_seed(3)
-        with hot.share_inputs(False):  # a policy's mode hides that layers share an x
-            model(tokens, labels=tokens).loss.backward()
+        model(tokens, labels=tokens).loss.backward()
         return [p.grad.clone() for p in model.train().parameters()]
 
     expected = step()

@@ -21,7 +21,6 @@ from .distributed.int8_gradients import int8_gradients
 from .distributed.int8_weights import int8_weights
 from .layers.head import LinearCrossEntropy
 from .layers.modules import HotConv2d, HotLinear
-from .ops import share_inputs
 from .ops.conv import conv2d
 from .ops.head import linear_cross_entropy
 from .ops.linear import linear
@@ -66,7 +65,6 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "thaw",
     "int8_gradients",
     "int8_weights",
-    "share_inputs",
     "NoiseMonitor",
     "CustomBackward",
 ]

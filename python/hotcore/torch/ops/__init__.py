@@ -6,6 +6,5 @@ docs/dev/map.md, "Python", says what each room is for.
 from . import conv, head, linear
 from .core import DTYPES, PLAIN_TYPES
 from .sharded import is_dtensor
-from .sharing import share_inputs
 
-__all__ = ["DTYPES", "PLAIN_TYPES", "conv", "head", "is_dtensor", "linear", "share_inputs"]
+__all__ = ["DTYPES", "PLAIN_TYPES", "conv", "head", "is_dtensor", "linear"]

@@ -12,24 +12,58 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _core
 from ...config import HotConfig, Key
 from .. import _compat
-from . import core, frozen_codes, sharing
+from . import core, frozen_codes
 from .core import DTYPES, call, collapsible, flat, parsed
 from .frozen_codes import Format, up
 from .registry import operator
-from .sharing import once
 
 Pair = tuple[Tensor, Tensor]
 """Codes of an x and their seed."""
 Forms = tuple[Tensor, Tensor, Tensor]
 """x for the forward product, x for backward, and the seed of the latter."""
+
+
+# ---- once in a graph ----
+
+_traced: Any = WeakTensorKeyDictionary()
+"""Results of :func:`once` by x, and then by its version and a key."""
+_Result = TypeVar("_Result")
+
+
+def once(x: Tensor, key: Hashable, make: Callable[[], _Result]) -> _Result:
+    """``make()``, once for an x and ``key`` in a graph: the compiler merges no random operators.
+
+    Layers with one x (q, k and v; gate and up) then keep it once, as plain torch does.
+    """
+    if not _compat.functional(x):
+        return make()
+    results: dict[Hashable, _Result] = _traced.setdefault(x, {})
+    versioned = (x._version, key)
+    if versioned not in results:
+        results[versioned] = make()
+    return results[versioned]
+
+
+class _Same(NamedTuple):
+    """A tensor as a part of a key, which is equal for the same tensor."""
+
+    tensor: Tensor | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
 
 
 # ---- sizes ----
@@ -215,7 +249,7 @@ def input_of(
     if keep and not _compat.in_selective_checkpoint():
         return once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
     saved, seed = kept_of(x, inner, config, keep)
-    key = (parsed(config).forward_block, inner.dtype, sharing.Same(exponents))
+    key = (parsed(config).forward_block, inner.dtype, _Same(exponents))
     return once(x, key, lambda: _input_without_node(inner, config, exponents)), saved, seed
 
 
@@ -223,52 +257,6 @@ def _input_without_node(inner: Tensor, config: str, exponents: Tensor | None) ->
     # Not of a detached x: torch 2.6 keeps that one too where a selective checkpoint recomputes.
     with torch.no_grad():
         return forward_input(inner, config, exponents)
-
-
-# ---- both forms in eager mode ----
-
-
-def forms_of(
-    x: Tensor,
-    inner: Tensor,
-    weight: Tensor,
-    node: Any,
-    seed: Tensor,
-    config: HotConfig,
-    keep: Any,
-    exponents: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """x for the 8-bit product, for backward, and the seed of that, of a call past the dispatcher.
-
-    Forms that another layer has made of the same x are taken. The others come from one read of x.
-    ``inner`` is x as autocast casts it; ``weight`` and ``node`` are those of
-    :meth:`.sharing.Cache.compressed`. ``keep`` is the key of x for backward
-    (:func:`.sharing.linear_key`); None: backward needs none, as always with ``exponents``. The
-    first result is None where the product quantises x itself, because no other layer can share it.
-    """
-    cache = sharing.threads.cache
-    entry, key = cache.entry_of(x), (inner.dtype, config.forward_block, sharing.Same(exponents))
-    codes = None
-    if entry is not None and entry.quantized is not None:
-        made_with, codes = entry.quantized
-        if made_with != key:
-            codes = entry.quantized = None  # freed before others are made
-
-    def compress() -> Pair:
-        nonlocal codes
-        if codes is not None:
-            return compress_activation(inner, seed, config)
-        codes, saved = quantize_forward_input(inner, config, core.key_of(seed))
-        return saved, seed
-
-    saved, saved_seed = None, seed
-    if keep is not None:
-        saved, saved_seed = cache.compressed(entry, keep, weight, node, compress)
-    if entry is not None:
-        if codes is None:
-            codes = quantize_forward_input(inner, config, exponents=exponents)[0]
-        entry.quantized, cache.entry = (key, codes), entry
-    return codes, saved, saved_seed
 
 
 # ---- a weight for 8-bit products ----

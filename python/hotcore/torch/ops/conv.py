@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import _core
 from ...config import ConfigLike, HotConfig, HotConfigFields
-from . import calls, codes, core, linear, sharing
-from .codes import Pair, compress_with_seed, seed_alone
+from . import calls, codes, core, linear
+from .codes import Pair, compress_with_seed, once, seed_alone
 from .core import parsed
 from .registry import not_differentiable, operator, without_base
 
@@ -93,7 +94,7 @@ def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -
 def _pixels_key(config: str, window: Window, dtype: torch.dtype | None, cuda: bool) -> Hashable:
     """Key of everything but x that its kept bytes depend on; ``dtype`` is autocast's."""
     storage = settings(parsed(config), is_pointwise(window), None)  # x and stride give the grid
-    return ("pixels", _visits(window, config, cuda), dtype, sharing.config_key(storage))
+    return ("pixels", _visits(window, config, cuda), dtype, _core.saved_format(storage.spec))
 
 
 def _multiplies(window: Window, config: str, cuda: bool) -> bool:
@@ -344,7 +345,7 @@ def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: 
 
     key = (_pixels_key(config, window, inner.dtype, inner.is_cuda), codes)
     make = compress if codes else seed_alone
-    return sharing.once(x, key, lambda: make(inner.detach()))
+    return once(x, key, lambda: make(inner.detach()))
 
 
 # ---- the forward product ----
@@ -383,7 +384,7 @@ class Conv2d(torch.autograd.Function):
         """Compute y. ``graph`` holds the saved pixels."""
         seed, config, window, *graph = rest
         need_gx, keep = ctx.needs_input_grad[:2]
-        ctx.seed = ctx.cache = saved = None
+        ctx.seed = saved = None
         saved_seed = seed
         if graph:
             (saved,) = graph
@@ -398,11 +399,7 @@ class Conv2d(torch.autograd.Function):
                 matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
                 y = plain_conv2d(inner, matrix, plain_bias, window)
             if keep:
-                ctx.cache = cache = sharing.threads.cache
-                key = _pixels_key(config, window, dtype, x.is_cuda)
-                compress = functools.partial(_compress, inner, seed, config, window)
-                entry = cache.entry_of(x)
-                saved, saved_seed = cache.compressed(entry, key, weight, ctx, compress)
+                saved, saved_seed = _compress(inner, seed, config, window)
         for_gx = core.kept_weight(weight, keep) if need_gx else None
         ctx.save_for_backward(saved, saved_seed, for_gx)
         ctx.set_materialize_grads(False)
@@ -417,8 +414,6 @@ class Conv2d(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> linear.Gradients:
         """g_x, g_w and g_b, by the operator."""
         tensors = ctx.saved_tensors
-        if ctx.cache is not None:
-            ctx.cache.entry = None
         needed = ctx.needs_input_grad[:3]
         dtypes = [dtype if need else None for dtype, need in zip(ctx.dtypes, needed, strict=True)]
         backward = _backward_pixels if ctx.products else _backward_window

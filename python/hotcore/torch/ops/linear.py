@@ -22,7 +22,7 @@ from torch import Tensor
 from ... import _core
 from ...config import ConfigLike, HotConfig, Key
 from .. import _compat
-from . import calls, codes, core, frozen_codes, sharded, sharing
+from . import calls, codes, core, frozen_codes, sharded
 from .codes import Frozen
 from .core import PLAIN_TYPES, call, parsed
 from .registry import not_differentiable, operator, python_form, without_base
@@ -57,8 +57,7 @@ def linear(
 
     With ``forward="int8"`` the product is :func:`hotcore.forward_linear`. It takes x as autocast
     casts it, and the parameters as they are. Backward keeps only the compressed x, and nothing of x
-    where ``weight`` is frozen; consecutive layers may share it (:class:`share_inputs`). Every call
-    draws one seed from torch's default CPU generator.
+    where ``weight`` is frozen. Every call draws one seed from torch's default CPU generator.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16, after autocast's cast.
@@ -140,9 +139,6 @@ def _prepared(
         quantized, saved, seed = codes.input_of(x, inner, config, keep, exponents)
     elif compiled and config:
         saved, seed = codes.kept_of(x, inner, config, keep)
-    elif int8 and seed is not None and core.product_bypasses_dispatcher(inner, held):
-        forms = codes.forms_of(x, inner, held, None, seed, parsed(config), None, exponents)
-        quantized = forms[0]
     call: Any = _linear if compiled else Linear.apply
     y: Tensor = call(inner, held, bias, saved if keep else None, seed, config, quantized, *fields)
     return y
@@ -283,13 +279,13 @@ class Linear(torch.autograd.Function):
         need_gx, need_gw = ctx.needs_input_grad[:2]
         settings: Any = parsed(config) if config else None
         deferred, saved_seed, fields = False, seed, graph[1:6]  # without exponents, a tensor
-        own_seed = cache = None
+        own_seed = None
         if graph:
             y = product(x, _whole(weight, graph[1:]), bias, config, graph[0], saved, seed)
             if need_gw and saved is None:  # the compiler decides when x is compressed
                 deferred, saved = True, x
         else:
-            own_seed, int8 = seed, settings.forward == "int8"
+            own_seed, int8, quantized = seed, settings.forward == "int8", None
             dtype, inner, matrix, plain_bias = None, x, weight, bias
             if _compat.any_autocast():
                 # Cast here, because autocast's cache would keep a weight without its graph.
@@ -297,30 +293,26 @@ class Linear(torch.autograd.Function):
                 inner = calls.cast(x, dtype)
                 if not int8:  # which takes the parameters as they are
                     matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
-            key = sharing.linear_key(config, dtype) if need_gw else None
-            cache = sharing.threads.cache if need_gw else None
             if int8 and not weight.dtype == x.dtype == (x if bias is None else bias).dtype:
                 calls.check_dtypes(x, weight.dtype, bias, dtype)  # seed_for_call has checked x's
             # seed_for_call has refused torch.jit.trace.
-            if int8 and type(weight) in PLAIN_TYPES and core.bypasses_dispatcher(inner):
-                forms = codes.forms_of(x, inner, weight, ctx, seed, settings, key)
-                quantized, saved, saved_seed = forms
+            past = int8 and type(weight) in PLAIN_TYPES and core.bypasses_dispatcher(inner)
+            if past and need_gw:  # both forms of x, from one read
+                quantized, saved = codes.quantize_forward_input(inner, settings, core.key_of(seed))
+            elif need_gw:
+                saved, saved_seed = codes.compress_activation(inner, seed, settings)
+            if past:
                 y = int8_linear(inner, weight, bias, settings, quantized)
+            elif int8:
+                y = product(inner, weight, bias, config)
             else:
-                if cache is not None:
-                    compress = functools.partial(codes.compress_activation, inner, seed, settings)
-                    entry = cache.entry_of(x)
-                    saved, saved_seed = cache.compressed(entry, key, weight, ctx, compress)
-                if int8:
-                    y = product(inner, weight, bias, config)
-                else:
-                    y = F.linear(inner, matrix, plain_bias)
+                y = F.linear(inner, matrix, plain_bias)
         # The codes' seed is saved with them: a checkpoint may recompute both.
         for_gx = core.kept_weight(weight, need_gw) if need_gx else None
         ctx.save_for_backward(saved if need_gw else None, saved_seed, for_gx)
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.call = (settings, own_seed, x.shape, dtypes, cache, deferred, fields)
+        ctx.call = (settings, own_seed, x.shape, dtypes, deferred, fields)
         return without_base(y)
 
     @staticmethod
@@ -328,9 +320,7 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> Gradients:
         """g_x, g_w and g_b."""
         saved, saved_seed, weight = ctx.saved_tensors
-        settings, seed, x_shape, dtypes, cache, deferred, fields = ctx.call
-        if cache is not None:
-            cache.entry = None
+        settings, seed, x_shape, dtypes, deferred, fields = ctx.call
         if deferred:
             saved, saved_seed = codes.compress_activation(saved, saved_seed, settings)
         need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
