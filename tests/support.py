@@ -152,6 +152,10 @@ def read_only(values: np.ndarray) -> np.ndarray:
     return values
 
 
+def swapped(values: np.ndarray) -> np.ndarray:
+    return values.astype(values.dtype.newbyteorder())
+
+
 def unaligned(values: np.ndarray) -> np.ndarray:
     raw = np.zeros(values.nbytes + 1, np.uint8)
     view = raw[1:].view(values.dtype).reshape(values.shape)
@@ -320,7 +324,7 @@ def strided(values: Any) -> Any:
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    x, y = (np.asarray(values, np.float64).ravel() for values in (a, b))
     return float(x @ y / np.sqrt((x @ x) * (y @ y)))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -33,9 +32,7 @@ SIMULATED = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def seeded(rng: np.random.Generator) -> None:
-    torch.manual_seed(int(rng.integers(1 << 62)))
+pytestmark = pytest.mark.usefixtures("seeded_torch")
 
 
 class Net(nn.Module):
@@ -119,7 +116,6 @@ def test_drop_in(method: str) -> None:
     torch.testing.assert_close(model(x), plain.eval()(x), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("seeded_torch")  # restores the threads
 def test_a_method_in_a_file_has_rows_in_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import equal_bits, refused, same_bits, torch, unaligned
+from support import equal_bits, refused, same_bits, swapped, torch, unaligned
 
 Arrays = dict[str, np.ndarray]
 Sizes = tuple[int, int, int]  # L, O, I
@@ -135,10 +135,6 @@ def other_dtype(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
     )))  # fmt: skip
 
 
-def swapped(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
-    return values.astype(values.dtype.newbyteorder())
-
-
 def other_dimensions(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
     wide = values[None, None, None, None]
     return draw(st.sampled_from((np.zeros((), values.dtype), wide)))
@@ -149,7 +145,7 @@ FORMS: dict[str, tuple[Callable[..., np.ndarray], bool]] = {
     "strides": (restrided, True),
     "zero strides": (repeated, True),
     "another dtype": (other_dtype, True),
-    "byte-swapped": (swapped, False),
+    "byte-swapped": (lambda values, draw: swapped(values), False),
     "unaligned": (lambda values, draw: unaligned(values), False),
     "dimensions": (other_dimensions, True),
 }

@@ -104,9 +104,8 @@ def test_token_grids_equal_reference(
 def test_output_dtypes(rng: np.random.Generator, config: HotConfig, dtype: str) -> None:
     arrays = layer(rng, 50, 20, 24)
     wide = hotcore.backward_linear(*arrays, config=config, need=ALL)
-    narrow = hotcore.backward_linear(
-        *given_as(dtype, *arrays), config=config, need=ALL, out_dtype=dtype
-    )
+    options = {"config": config, "need": ALL, "out_dtype": dtype}
+    narrow = hotcore.backward_linear(*given_as(dtype, *arrays), **options)
     for ours, theirs in zip(narrow, wide, strict=True):
         assert str(ours.dtype).endswith(dtype)
         equal_bits(widened(ours), rounded(theirs, dtype))
@@ -164,13 +163,9 @@ def test_gb_equals_reference(rng: np.random.Generator, tokens: int) -> None:
     equal_bits(got, reference.bias_gradient(gy))
 
 
-UNBIASED = {
-    "default": HotConfig(),
-    "fast": HotConfig.recipe("fast"),
-    "accurate": HotConfig.recipe("accurate"),
-    "fast, equalised": HotConfig.recipe("fast", equalize_tokens=True),
-    "default, equalised": HotConfig(equalize_tokens=True),
-}
+UNBIASED = {name: CONFIGS[name] for name in ("default", "fast", "accurate")}
+for _name in ("fast", "default"):
+    UNBIASED[f"{_name}, equalised"] = HotConfig.recipe(_name, equalize_tokens=True)
 
 
 @pytest.mark.parametrize("recipe", UNBIASED.values(), ids=UNBIASED)
@@ -203,9 +198,8 @@ def test_accumulates_on_request(rng: np.random.Generator, config: HotConfig, dty
     gy, w, x = given_as(dtype, gy, w, x)
     before = [array(rng.standard_normal(value.shape), dtype) for value in first[1:]]
     sums = [rounded(widened(old) + new, dtype) for old, new in zip(before, first[1:], strict=True)]
-    got = hotcore.backward_linear(
-        gy, w, x, config=config, need=ALL, gw_out=before[0], gb_out=before[1], accumulate=True
-    )
+    out = {"gw_out": before[0], "gb_out": before[1], "accumulate": True}
+    got = hotcore.backward_linear(gy, w, x, config=config, need=ALL, **out)
     assert got.gw is before[0] and got.gb is before[1]
     same_bits(map(widened, got), (first.gx, *sums))
 
@@ -237,9 +231,8 @@ def test_empty_sizes(rng: np.random.Generator, config: HotConfig) -> None:
     # No tokens: nothing is added, and the values stay.
     gy, w, x = layer(rng, 0, 4, 3)
     gw, gb = np.full((4, 3), 2, np.float32), np.full(4, 3, np.float32)
-    hotcore.backward_linear(
-        gy, w, x, config=config, need=("gw", "gb"), gw_out=gw, gb_out=gb, accumulate=True
-    )
+    out = {"gw_out": gw, "gb_out": gb, "accumulate": True}
+    hotcore.backward_linear(gy, w, x, config=config, need=("gw", "gb"), **out)
     assert (gw == 2).all() and (gb == 3).all()
 
 

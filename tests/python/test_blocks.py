@@ -37,7 +37,6 @@ def add(wires: np.ndarray, count: int, factor: float, dtype: str = "float32") ->
 
 
 def expected_wire(x: Any, parts: int, rounding: str, key: Key) -> np.ndarray:
-    """The stages fwht and quantize of tests/reference.py, part by part."""
     wire, size = wire_of(len(x), parts), -(-len(x) // parts)
     for i, row in enumerate(wire):
         blocks = np.zeros((wire.shape[1] // 68, 64), np.float32)

@@ -275,8 +275,7 @@ def test_keys() -> None:
     for bad in (Key(-1), Key(1 << 64), Key(0, -1), Key(0, 1 << 64), Key(0, 0, 8192), Key(0, 0, -1)):
         refused(as_key, r"key: (seed|offset|stream) = ", ValueError, bad)
     for wrong in ("1", 1.5, None, (1, "2"), (1, 2, 3, 8, 5), True, Key(True), Key(0, False)):
-        with pytest.raises(TypeError):
-            as_key(wrong)  # type: ignore[arg-type]
+        refused(as_key, "", TypeError, wrong)
 
 
 def test_an_address_is_not_pickled() -> None:

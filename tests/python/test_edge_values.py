@@ -57,8 +57,6 @@ def denormals(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> Non
 
 
 def scaled(*powers: int) -> Edge:
-    """g_y, w and x times powers of two."""
-
     def change(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
         for values, power in zip((gy, w, x), powers, strict=True):
             values *= np.float32(2.0**power)
@@ -81,8 +79,6 @@ def zero_block(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> No
 
 
 def only(tokens: Callable[[np.random.Generator], object]) -> Edge:
-    """A g_y of these tokens alone."""
-
     def change(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
         kept = np.zeros(TOKENS, bool)
         kept[tokens(rng)] = True

@@ -17,7 +17,7 @@ import pytest
 from c_api import CONSTANTS, CApi, HotError, aligned, make, tensor
 from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
-from support import read_only, refused, torch, unaligned
+from support import read_only, refused, swapped, torch, unaligned
 
 
 class Case(NamedTuple):
@@ -239,10 +239,6 @@ def test_rows_of_every_language(api: CApi, name: str) -> None:
             texts.append(str(raised.value))
         for text in texts:
             assert all(word.strip() in text for word in says.split(";")), (broken, text)
-
-
-def swapped(values: np.ndarray) -> np.ndarray:
-    return values.astype(values.dtype.newbyteorder())
 
 
 def field_view(values: np.ndarray) -> np.ndarray:
@@ -595,8 +591,7 @@ def test_wrong_output_is_never_copied() -> None:
     refused(lambda: _core.fwht(context, X[0], -1, 16, out), "out: dtype float64")
     assert (out == -1).all()
     for bad in (read_only(X[0]), [0.0] * 16, None):
-        with pytest.raises(TypeError):
-            _core.fwht(context, X[0], -1, 16, bad)
+        refused(_core.fwht, "", TypeError, context, X[0], -1, 16, bad)
 
 
 def test_too_small_workspace() -> None:

@@ -26,7 +26,6 @@ def layer(
 
 
 def check_against_reference(x: object, w: object, bias: object, block: int, dtype: str) -> None:
-    """Return y, and check equal bits for w and its codes."""
     config = HotConfig(forward_block=block)
     wide = (widened(x), widened(w), None if bias is None else widened(bias))
     expected = reference.forward_linear(*wide, config=config, out_dtype=dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hotcore import _core, info
 from hotcore.config import RECIPES
-from support import isas, ran
+from support import isas, ran, refused
 
 
 def run(*arguments: str) -> str:
@@ -34,8 +34,7 @@ def test_json_and_the_cmake_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(run("-m", "hotcore.info", "--json")) == info.collect()
     folder = info.collect()["cmake_dir"]
     if folder is None:
-        with pytest.raises(SystemExit, match="1"):
-            info.main(["--cmake-dir"])
+        refused(lambda: info.main(["--cmake-dir"]), "1", SystemExit)
         assert "no CMake package" in capsys.readouterr().err
     else:
         assert run("-m", "hotcore.info", "--cmake-dir").strip() == folder
@@ -62,8 +61,7 @@ def test_help_names_every_recipe() -> None:
 
 @pytest.mark.parametrize("options", [["--jsn-"], ["--js"], ["all"], ["--json", "--cmake-dir"]])
 def test_unknown_options_are_refused(options: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        info.main(options)
+    refused(lambda: info.main(options), "2", SystemExit)
 
 
 @pytest.mark.parametrize(("name", "least"), [("torch", "2.6"), ("jax", "0.10")])
@@ -83,17 +81,17 @@ def test_an_adapter_without_its_package_says_what_to_install(name: str, least: s
 
 
 @pytest.mark.parametrize(
-    ("version", "refused"),
+    ("version", "old"),
     [("2.5.1+cu121", True), ("1.13.1", True), ("2.6.0a0+ecf3bae40a", False), ("3.0", False)],
 )
-def test_the_adapter_refuses_an_old_torch(tmp_path: Path, version: str, refused: bool) -> None:
+def test_the_adapter_refuses_an_old_torch(tmp_path: Path, version: str, old: bool) -> None:
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}\n")
     # A later import may fail.
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
     code += "try:\n import hotcore.torch\nexcept ImportError as error: print(error)\n"
     said = run("-c", code)
     expected = f"needs torch 2.6 or newer: pip install 'torch>=2.6' (torch is {version}, in"
-    assert (expected in said) == refused, said
+    assert (expected in said) == old, said
 
 
 def test_every_probe_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:

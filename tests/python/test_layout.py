@@ -72,7 +72,6 @@ def top_level_names() -> set[str]:
 
 
 def strangers(names: set[str]) -> set[str]:
-    """Return the names that are no files or packages of these folders."""
     ours = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
     ours |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
     others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}

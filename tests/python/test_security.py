@@ -22,13 +22,11 @@ MODULES = {
     *("runpy", "code", "codeop", "socket", "ssl", "http", "urllib", "urllib3", "requests"),
     *("httpx", "aiohttp", "ftplib", "smtplib", "xmlrpc", "telnetlib", "huggingface_hub", "wget"),
 }
-CALLS = frozenset(["eval", "exec", "compile", "__import__", "input", "execfile"])
-ATTRIBUTES = frozenset(
-    [
-        *("os.system", "os.popen", "os.execv", "os.execvp", "os.spawnv"),
-        *("torch.hub.load", "torch.hub.download_url_to_file", "torch.package.PackageImporter"),
-    ]
-)
+CALLS = {
+    *("eval", "exec", "compile", "__import__", "input", "execfile", "os.system", "os.popen"),
+    *("os.execv", "os.execvp", "os.spawnv", "torch.hub.load", "torch.hub.download_url_to_file"),
+    "torch.package.PackageImporter",
+}
 # The one external program is nvidia-smi, run by python -m hotcore.info.
 SUBPROCESS = {"info.py"}
 
@@ -55,7 +53,7 @@ def findings(tree: ast.AST) -> Iterator[str]:
             continue
         name = dotted(node.func)
         words = {keyword.arg: keyword.value for keyword in node.keywords}
-        if name in CALLS or name in ATTRIBUTES:
+        if name in CALLS:
             yield f"{line}: {name}"
         if name in ("torch.load", "numpy.load", "np.load"):
             safe = words.get("weights_only") or words.get("allow_pickle")

@@ -50,10 +50,8 @@ def one_thread() -> Any:
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),
         ("void hot::detail::(anonymous namespace)::tile_kernel<hot::Mma, true>", "products"),
         ("void hot::detail::(anonymous namespace)::gemm_small_kernel<...>(Args)", "products"),
-        (
-            "void hot::detail::(anonymous namespace)::rows16_kernel<(hot::Rounding)1, 4>",
-            "hotcore's quantisers",
-        ),
+        ("void hot::detail::(anonymous namespace)::rows16_kernel<(hot::Rounding)1, 4>",
+         "hotcore's quantisers"),
         ("hot::detail::(anonymous namespace)::final_sum_kernel(float const*, long)",
          "hotcore's quantisers"),
         ("triton_per_fused__to_copy_native_layer_norm_0", "pointwise, reductions"),

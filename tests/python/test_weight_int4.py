@@ -1,7 +1,7 @@
 """Stage weight_int4: the reference's bits, products with exponents, error, edges."""
 
 import copy
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import hotcore
@@ -160,21 +160,19 @@ def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
     ):  # fmt: skip
         refused(call, f"^{match}")
     codes = quantise(w, exponents=exponents)
-    with pytest.raises(ValueError, match="w has .* bytes; expected"):
-        hotcore.expand_weight_int4(dataclasses.replace(codes, group=64))
-    with pytest.raises(TypeError, match="w: expected a QuantizedWeightInt4"):
-        hotcore.expand_weight_int4(hotcore.quantize_forward_weight(w))
-    expanded = hotcore.expand_weight_int4(codes)
-    with pytest.raises(TypeError, match="w: expected a QuantizedForwardWeight"):
-        hotcore.dequantize_weight(codes)
-    with pytest.raises(ValueError, match="^dequantize_weight: w has .* bytes; expected"):
-        hotcore.dequantize_weight(dataclasses.replace(expanded, out_features=3))
+    expand, dequantise = hotcore.expand_weight_int4, hotcore.dequantize_weight
+    expanded, plain = expand(codes), hotcore.quantize_forward_weight(w)
+    other, less = replace(codes, group=64), replace(expanded, out_features=3)
+    refused(lambda: expand(other), "w has .* bytes; expected")
+    refused(lambda: expand(plain), "w: expected a QuantizedWeightInt4", TypeError)
+    refused(lambda: dequantise(codes), "w: expected a QuantizedForwardWeight", TypeError)
+    refused(lambda: dequantise(less), "^dequantize_weight: w has .* bytes; expected")
     scaled = hotcore.quantize_forward_input(w, exponents=exponents)
     for x, other in (
         (hotcore.quantize_forward_input(w), expanded),
         (hotcore.quantize_forward_input(w, exponents=exponents + 1), expanded),
         (scaled, w),
-        (scaled, dataclasses.replace(expanded, exponents=None)),
+        (scaled, replace(expanded, exponents=None)),
     ):
         with pytest.raises(ValueError, match="^x: quantised with other exponents than w"):
             hotcore.forward_linear(x, other)
@@ -189,7 +187,7 @@ def test_restored_operands_have_equal_exponents(rng: np.random.Generator) -> Non
     expected = hotcore.forward_linear(codes, expanded)
     for left, right in (
         (copy.deepcopy(codes), expanded),
-        (codes, dataclasses.replace(expanded, exponents=exponents.copy())),
+        (codes, replace(expanded, exponents=exponents.copy())),
     ):
         equal_bits(hotcore.forward_linear(left, right), expected)
 
@@ -207,7 +205,7 @@ def test_exponents_of_a_weight_are_named(rng: np.random.Generator, change: Any, 
     """The caller of these functions has passed no ``exponents``."""
     w, exponents = data(rng, (4, 128)), exponents_of(rng, 128)
     expanded = hotcore.expand_weight_int4(hotcore.quantize_weight_int4(w, exponents=exponents))
-    expanded = dataclasses.replace(expanded, exponents=change(exponents))
+    expanded = replace(expanded, exponents=change(exponents))
     error = TypeError, ValueError
     refused(lambda: hotcore.dequantize_weight(expanded), f"^{match}", error)
     refused(lambda: hotcore.forward_linear(w, expanded), f"^{match}", error)

@@ -17,15 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import errors, linen, nnx
 from hotcore.jax.flax import HotDense, HotLinear
-from support import equal_bits, refused
+from support import cosine, equal_bits, refused
 
 X = jax.random.normal(jax.random.key(0), (4, 50, 64))
 KEY = jax.random.key(3)
-
-
-def cosine(a: Any, b: Any) -> float:
-    a, b = (np.asarray(v, np.float64).ravel() for v in (a, b))
-    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
 class Net(linen.Module):
