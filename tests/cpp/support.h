@@ -161,6 +161,11 @@ inline TensorView cube(void* data, DType dtype, std::int64_t a, std::int64_t b, 
   return {data, dtype, device, 3, {a, b, c}, {b * c, c, 1}};
 }
 
+// The first place there that is aligned to 16 bytes.
+inline char* aligned16(char* at) {
+  return at + (16 - reinterpret_cast<std::uintptr_t>(at) % 16) % 16;
+}
+
 struct Scratch {
   explicit Scratch(std::size_t bytes) : memory(bytes, static_cast<char>(0xA5)) {}
   hot::Workspace workspace() { return {memory.data(), memory.size()}; }
@@ -171,9 +176,7 @@ struct Scratch {
 class Buffer {
  public:
   explicit Buffer(std::size_t bytes) : bytes_(bytes), memory_(bytes + 16 + margin, '\xA5') {}
-  char* data() {
-    return memory_.data() + (16 - reinterpret_cast<std::uintptr_t>(memory_.data()) % 16) % 16;
-  }
+  char* data() { return aligned16(memory_.data()); }
   std::size_t bytes() const { return bytes_; }
   std::vector<char> values() { return {data(), data() + bytes_}; }
   bool margin_intact() {
@@ -249,10 +252,7 @@ struct Layer {
     saved.assign(layout.bytes + 16, static_cast<char>(0xA5));
   }
 
-  char* saved_data() {
-    const auto address = reinterpret_cast<std::uintptr_t>(saved.data());
-    return saved.data() + (16 - address % 16) % 16;
-  }
+  char* saved_data() { return aligned16(saved.data()); }
   hot::ConstSavedActivation saved_view() { return {saved_data(), layout.bytes, L, I, key, format}; }
 
   void compress(const hot::Context& context) {

@@ -13,16 +13,20 @@ namespace plan = hot::detail::plan;
 
 namespace {
 
-bool small_gemms_can(const GemmArgs* products, int count) {
+std::vector<plan::ProductShape> shapes_of(const std::vector<GemmArgs>& products) {
   std::vector<plan::ProductShape> shapes;
-  for (int i = 0; i < count; ++i) shapes.push_back(plan::product_shape(products[i]));
+  for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
+  return shapes;
+}
+
+bool small_gemms_can(const GemmArgs* products, int count) {
+  const auto shapes = shapes_of({products, products + count});
   return !plan::why_not_small_gemms(shapes.data(), count);
 }
 
 void small_gemms(const hot::Context& context, const std::vector<GemmArgs>& products,
                  const SmallPlan& by) {
-  std::vector<plan::ProductShape> shapes;
-  for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
+  const auto shapes = shapes_of(products);
   const int count = static_cast<int>(products.size());
   plan::Plan steps;
   plan::add_small_gemms(steps, shapes.data(), count, by, plan::Buffer::a | plan::Buffer::b,
@@ -76,8 +80,7 @@ class GemmSmallCuda : public CudaTest {
     check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
     facts.sm_count = sm_count;
     if (clusters() && context.arch() != 80) facts.kernels = plan::Feature::clusters;
-    std::vector<plan::ProductShape> shapes;
-    for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
+    const auto shapes = shapes_of(products);
     return plan::small_plan(facts, shapes.data(), static_cast<int>(shapes.size()));
   }
 

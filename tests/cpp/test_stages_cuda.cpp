@@ -61,11 +61,9 @@ class StagesCuda : public CudaTest {
 
 // Sizes around blocks and CTAs, and a long vector; 1 to 8 ranks; vectors that begin at any element.
 TEST_F(StagesCuda, blocks_equal_cpu) {
-  const std::int64_t sizes[] = {0,           1,           15,
-                                63,          64,          65,
-                                997,         4095,        4097,
-                                64 * 64 * 3, 64 * 64 * 8, random_int(1, 9999),
-                                65536,       104729,      (1 << 20) + random_int(1, 9999)};
+  const std::int64_t any = random_int(1, 9999), large = (1 << 20) + random_int(1, 9999);
+  const std::int64_t sizes[] = {0,    1,     15,    63,  64,    65,     997,  4095,
+                                4097, 12288, 32768, any, 65536, 104729, large};
   for (const std::int64_t n : sizes) {
     for (const DType dtype : float_types) {
       const std::int64_t ranks = random_int(1, 8), parts = random_int(0, 1) * random_int(0, 7) + 1;

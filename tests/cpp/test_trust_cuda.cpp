@@ -77,6 +77,9 @@ std::int64_t differences(const Place& place, const char* left, const char* right
   return different;
 }
 
+// The first place there that is aligned to 64 bytes.
+char* aligned(char* at) { return at + (64 - reinterpret_cast<std::uintptr_t>(at) % 64) % 64; }
+
 std::int64_t elements(const Place& place) { return place.rows * place.cols; }
 
 // Findings of all threads of a test.
@@ -555,18 +558,15 @@ class LargeArray {
     check(cudaDeviceSynchronize());
   }
   TensorView view(bool on_gpu) {
-    return hot::matrix(static_cast<void*>(on_gpu ? device_.data() : data()), dtype_, rows_, cols_,
-                       0, on_gpu ? gpu : hot::Device{});
+    void* const at = on_gpu ? device_.data() : data();
+    return hot::matrix(at, dtype_, rows_, cols_, 0, on_gpu ? gpu : hot::Device{});
   }
   TensorView flat(bool on_gpu) {
-    return hot::vector(static_cast<void*>(on_gpu ? device_.data() : data()), dtype_, cols_,
-                       on_gpu ? gpu : hot::Device{});
+    void* const at = on_gpu ? device_.data() : data();
+    return hot::vector(at, dtype_, cols_, on_gpu ? gpu : hot::Device{});
   }
   std::size_t bytes() const { return bytes_; }
-  char* data() const {
-    const auto address = reinterpret_cast<std::uintptr_t>(host_.get());
-    return host_.get() + (64 - address % 64) % 64;
-  }
+  char* data() const { return aligned(host_.get()); }
   // Number of bytes that differ.
   std::int64_t different() const {
     std::vector<char> part(std::size_t{256} << 20);
@@ -701,7 +701,7 @@ void compare_in_memory(cudaStream_t stream, const Make& make) {
   };
   const std::size_t bytes = std::size_t{8} << 20;
   std::vector<char> host(bytes + 64), host_scratch(bytes);
-  char* const base = host.data() + (64 - reinterpret_cast<std::uintptr_t>(host.data()) % 64) % 64;
+  char* const base = aligned(host.data());
   RandomBatch batch(base, bytes, Sizes::small);
   const hot::Context cuda = hot::Context::cuda(0, stream);
   for (std::int64_t i = 0; i < 40; ++i) batch.add(mixed(run_seed(), i), cuda);
@@ -738,7 +738,7 @@ class FaultLayer {
   FaultLayer()
       : host_(size + 64),
         host_scratch_(size),
-        base_(host_.data() + (64 - reinterpret_cast<std::uintptr_t>(host_.data()) % 64) % 64),
+        base_(aligned(host_.data())),
         batch_(base_, size, Sizes::small) {
     if (!batch_.add_layer(3, {1500, 256, 384}, recipe("fast"), DType::bf16, "fast")) {
       throw std::runtime_error("no room");

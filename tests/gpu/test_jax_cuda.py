@@ -18,11 +18,7 @@ SEED = 2**40 + 7
 
 @pytest.fixture(scope="module")
 def hot(jax: Any) -> Any:
-    try:
-        import hotcore.jax
-    except ImportError as error:
-        pytest.skip(str(error))
-    return hotcore.jax
+    return pytest.importorskip("hotcore.jax", exc_type=ImportError)
 
 
 def test_the_self_test_by_xla(hot: Any) -> None:

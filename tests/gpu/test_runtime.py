@@ -3,7 +3,6 @@
 import importlib
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,14 +15,9 @@ torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
 import hotcore.torch as hot  # noqa: E402
 from hotcore import _core, info, selftest  # noqa: E402
-from support_gpu import (  # noqa: E402
-    RECIPES,
-    assert_equal_backward,
-    layer,
-    poison,
-    same_bits,
-    whole_backward,
-)
+
+from support_gpu import RECIPES, assert_equal_backward, captured, layer  # noqa: E402  # isort: skip
+from support_gpu import poison, same_bits, whole_backward  # noqa: E402  # isort: skip
 
 pytestmark = pytest.mark.cuda
 
@@ -179,17 +173,6 @@ def gradients_of(
     return tuple(hotcore.backward_linear(gy, w, saved, need=("gx", "gw", "gb"), key=key))
 
 
-def run_outside(step: Callable[[], object]) -> torch.cuda.Stream:
-    """Run a step on the stream of the capture, which torch requires before a capture."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    stream.synchronize()
-    return stream
-
-
 def seed_of(y: torch.Tensor) -> torch.Tensor:
     """Return the seed of a layer. A graph's seed holds a new number in each replay."""
     seeds = [t for t in y.grad_fn.saved_tensors if t is not None and t.dtype == torch.int64]
@@ -276,10 +259,7 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
     def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(model(leaves[0]), leaves, gy)
 
-    stream = run_outside(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        got = step()
+    graph, got = captured(step)
     y = torch.nn.functional.conv2d(*leaves, padding=kernel // 2)
     exact = torch.autograd.grad(y, leaves, gy)
     eager = [float((a - b).norm()) for a, b in zip(step(), exact, strict=True)]

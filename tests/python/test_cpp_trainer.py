@@ -31,13 +31,11 @@ def test_learns_like_fp32(trainer: tuple[Path, Path], recipe: str) -> None:
 
 def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
     program, digits = trainer
-    cut = tmp_path / "cut.bin"
-    cut.write_bytes(digits.read_bytes()[:-1])
-    label = tmp_path / "label.bin"
-    label.write_bytes(digits.read_bytes()[:-1] + b"\x0a")  # once read beyond the logits
-    none = tmp_path / "empty.bin"
+    short = digits.read_bytes()[:-1]
+    cut, label, none, other = (tmp_path / f"{n}.bin" for n in ("cut", "label", "empty", "other"))
+    cut.write_bytes(short)
+    label.write_bytes(short + b"\x0a")  # once read beyond the logits
     none.write_bytes(b"DIGITS1\0" + struct.pack("<3I", 0, 64, 10))
-    other = tmp_path / "other.bin"
     other.write_bytes(b"something else that is long enough")
     for words, message in (
         ([], "usage: cpp_trainer DIGITS"),

@@ -7,17 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-try:
-    import hotcore.jax as hot
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
+hot = pytest.importorskip("hotcore.jax", exc_type=ImportError)
 pytest.importorskip("flax")
 
-import jax
-import jax.numpy as jnp
-from flax import errors, linen, nnx
-from hotcore.jax.flax import HotDense, HotLinear
-from support import cosine, equal_bits, refused
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from flax import errors, linen, nnx  # noqa: E402
+from hotcore.jax.flax import HotDense, HotLinear  # noqa: E402
+from support import cosine, equal_bits, refused  # noqa: E402
 
 X = jax.random.normal(jax.random.key(0), (4, 50, 64))
 KEY = jax.random.key(3)

@@ -13,14 +13,11 @@ import pytest
 from hotcore import selftest
 from support import data, equal_bits, refused, running, same_bits, same_on_every_path
 
-try:
-    import hotcore.jax as hot
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
+hot = pytest.importorskip("hotcore.jax", exc_type=ImportError)
 
-import jax
-import jax.numpy as jnp
-from hotcore.jax import calls
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from hotcore.jax import calls  # noqa: E402
 
 RECIPES = ("default", "fast", "paper", "accurate")
 SEED = 2**40 + 7
