@@ -31,7 +31,6 @@ def _text() -> str:
 
 
 def constants() -> dict[str, int]:
-    """Every enumerator."""
     values = re.findall(r"\b(HOT_\w+) = (\d+)", _text())
     return {name: int(value) for name, value in values}
 
@@ -122,7 +121,6 @@ def aligned(count: int) -> Array:
 
 
 def room(memory: Array) -> tuple[int, int]:
-    """Address and bytes."""
     return memory.ctypes.data, memory.size
 
 

@@ -235,7 +235,6 @@ def same_bits(got: Iterable[Any], wanted: Iterable[Any], what: str = "") -> None
 
 
 def bits(values: np.ndarray) -> np.ndarray:
-    """Bit patterns of a float array."""
     return np.ascontiguousarray(values).view({2: np.uint16, 4: np.uint32}[values.dtype.itemsize])
 
 

@@ -185,11 +185,10 @@ class Calls {
     spec.accumulate = !bare && input_.flip();
     const std::int64_t said = input_.rarely() ? input_.wild() : k;
     // Uses the fields of the views, since one of them may be broken.
-    const auto needed = asked([&] {
+    const auto workspace = memory_.workspace(asked([&] {
       return hot::gemm_workspace(api_.context(), a.shape[0], b.shape[0],
                                  packed ? said : a.shape[1]);
-    });
-    const hot::Workspace workspace = memory_.workspace(needed);
+    }));
     check([&] {
       return packed ? api_.gemm_int4(a, b, said, a_scale, b_scale, spec, out, workspace)
                     : api_.gemm_int8(a, b, a_scale, b_scale, spec, out, workspace);
@@ -213,9 +212,8 @@ class Calls {
     if (size > 0 && input_.rarely()) size = input_.from<std::size_t>(0, size - 1);
     hot::SavedActivation saved{memory_.bytes(size + more, true, align), size + more};
     if (input_.rarely(40)) saved.data = nullptr;
-    const auto needed =
-        asked([&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); });
-    const hot::Workspace workspace = memory_.workspace(needed);
+    const auto workspace = memory_.workspace(asked(
+        [&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); }));
     check([&] { return api_.compress_activation(x, spec, saved, workspace); });
   }
 
@@ -255,9 +253,8 @@ class Calls {
     const TensorView w = memory_.array({out, in}, some_float(input_), false);
     const auto kept = some_room<hot::QuantizedWeight>(
         asked([&] { return hot::quantized_weight_bytes(out, in, spec); }, 64));
-    const auto needed =
-        asked([&] { return hot::quantize_weight_workspace(api_.context(), out, in, spec); });
-    const hot::Workspace workspace = memory_.workspace(needed);
+    const auto workspace = memory_.workspace(
+        asked([&] { return hot::quantize_weight_workspace(api_.context(), out, in, spec); }));
     check([&] { return api_.quantize_weight(w, spec, kept, workspace); });
   }
 
@@ -308,7 +305,7 @@ class Calls {
     out.gw = output(want_gw, gw, {shape.out_features, shape.in_features});
     out.gb = output(want_gb, gb, {shape.out_features});
     out.accumulate = input_.flip();
-    const auto needed = asked([&] {
+    const auto workspace = memory_.workspace(asked([&] {
       return hot::backward_linear_workspace(api_.context(), shape, spec, want_gx, want_gw);
     });
     const hot::Workspace workspace = memory_.workspace(needed, false);
@@ -358,8 +355,8 @@ class Calls {
     const auto saved = some_room<hot::SavedActivation>(
         asked([&] { return hot::saved_layout(tokens, in, spec).bytes; }, 64));
     const auto needed =
-        asked([&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); });
-    const hot::Workspace workspace = memory_.workspace(needed);
+        asked([&] {
+      return hot::compress_activation_workspace(api_.context(), tokens, in, spec); }));
     check(
         [&] { return api_.quantize_forward_input(x, forward_spec, out, spec, saved, workspace); });
   }

@@ -51,7 +51,6 @@ def table() -> Iterator[tuple[str, str, str, str]]:
 
 
 def arguments(words: str) -> dict[str, Any]:
-    """Arrays, numbers, and texts of the fields of a spec."""
     values: dict[str, Any] = {}
     for word in words.removeprefix("* ").split():
         name, value = word.split("=")

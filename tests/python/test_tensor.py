@@ -110,14 +110,11 @@ def test_a_file_mapped_read_only(rng: np.random.Generator, tmp_path: Path) -> No
 
 def test_threads_and_isa_of_the_process() -> None:
     before = hotcore.num_threads()
-    hotcore.set_num_threads(3)
-    assert hotcore.num_threads() == 3
-    hotcore.set_num_threads(0)
-    assert hotcore.num_threads() == before
-    hotcore.set_isa("plain")
-    assert hotcore.isa() == "plain"
-    hotcore.set_isa(None)
-    assert hotcore.isa() == _core.best_isa()
+    settings = (3, "plain", (3, "plain")), (0, None, (before, _core.best_isa()))
+    for threads, isa, expected in settings:
+        hotcore.set_num_threads(threads)
+        hotcore.set_isa(isa)
+        assert (hotcore.num_threads(), hotcore.isa()) == expected
 
 
 def test_version() -> None:
