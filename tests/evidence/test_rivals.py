@@ -312,10 +312,8 @@ def test_authors_gw(tokens: int, n: int) -> None:
     assert len(rows) == {1: 1, 16: 10, 64: 36}[n]
     total = torch.zeros(16, 12)
     for i in range(2):
-        low_x, low_gy = (
-            torch.einsum("rn,knc->krc", rows, v[i].reshape(-1, n, v.shape[2])).flatten(0, 1)
-            for v in (x, gy)
-        )
+        parts = (v[i].reshape(-1, n, v.shape[2]) for v in (x, gy))
+        low_x, low_gy = (torch.einsum("rn,knc->krc", rows, v).flatten(0, 1) for v in parts)
         clip = 12.1 * low_x.square().mean().sqrt() - 12.2 * low_x.abs().mean()
         scale = clip / 127
         total += low_gy.t() @ ((low_x.clamp(-clip, clip) / scale).round() * scale) / n

@@ -305,7 +305,7 @@ class Calls {
     out.gw = output(want_gw, gw, {shape.out_features, shape.in_features});
     out.gb = output(want_gb, gb, {shape.out_features});
     out.accumulate = input_.flip();
-    const auto workspace = memory_.workspace(asked([&] {
+    const auto needed = asked([&] {
       return hot::backward_linear_workspace(api_.context(), shape, spec, want_gx, want_gw);
     });
     const hot::Workspace workspace = memory_.workspace(needed, false);
@@ -354,9 +354,8 @@ class Calls {
     }
     const auto saved = some_room<hot::SavedActivation>(
         asked([&] { return hot::saved_layout(tokens, in, spec).bytes; }, 64));
-    const auto needed =
-        asked([&] {
-      return hot::compress_activation_workspace(api_.context(), tokens, in, spec); }));
+    const auto workspace = memory_.workspace(asked(
+        [&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); }));
     check(
         [&] { return api_.quantize_forward_input(x, forward_spec, out, spec, saved, workspace); });
   }

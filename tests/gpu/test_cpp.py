@@ -76,10 +76,8 @@ def on_cuda(key: Key) -> tuple[CApi, ctypes.c_void_p]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_c_abi(recipe: str) -> None:
     tokens, outs, ins, key = 200, 64, 96, Key(1, 2, 3)
-    gy, w, x = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        for shape in ((tokens, outs), (outs, ins), (tokens, ins))
-    )
+    shapes = ((tokens, outs), (outs, ins), (tokens, ins))
+    gy, w, x = (torch.randn(shape, device="cuda").bfloat16() for shape in shapes)
     model = hotcore.compress_activation(x, recipe, key=key)
     need = ("gx", "gw", "gb")
     expected = hotcore.backward_linear(gy, w, model, need=need, key=key)

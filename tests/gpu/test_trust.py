@@ -81,10 +81,8 @@ def test_several_gpus_of_one_process(rng: np.random.Generator, record_property: 
 def test_several_gpus_and_a_process_each(rng: np.random.Generator, record_property: Record) -> None:
     seed = int(rng.integers(1 << 30))
     words = [sys.executable, str(TESTS / "gpu/devices_load.py")]
-    processes = [
-        subprocess.Popen([*words, device, str(seed), str(LOAD_SECONDS)], stdout=subprocess.PIPE)
-        for device in devices()
-    ]
+    commands = ([*words, device, str(seed), str(LOAD_SECONDS)] for device in devices())
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     said = [process.communicate(timeout=120 + LOAD_SECONDS)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes)
     alike([json.loads(one) for one in said], record_property)

@@ -47,11 +47,8 @@ def test_links(page: Path) -> None:
 
 def code_files() -> list[Path]:
     paths = [path for folder in CODE for path in (ROOT / folder).rglob("*")]
-    return [
-        path
-        for path in paths
-        if path.suffix in SUFFIXES and "_deps" not in path.parts and path != Path(__file__)
-    ]
+    code = [path for path in paths if path.suffix in SUFFIXES and path != Path(__file__)]
+    return [path for path in code if "_deps" not in path.parts]
 
 
 def test_what_code_says_of_pages() -> None:

@@ -33,10 +33,8 @@ def test_sums_and_their_dequantisation(
 ) -> None:  # fmt: skip
     (m, n, k), rng = sizes, np.random.default_rng(seed)
     a, b = codes(rng, m, k, bits), codes(rng, n, k, bits)
-    a_scale, b_scale = (
-        np.exp(rng.standard_normal(1 if one else rows)).astype(np.float32) / 64
-        for one, rows in zip(one_scale, (m, n), strict=True)
-    )
+    counts = (1 if one else rows for one, rows in zip(one_scale, (m, n), strict=True))
+    a_scale, b_scale = (np.exp(rng.standard_normal(c)).astype(np.float32) / 64 for c in counts)
     sums = exact(a, b)
     # docs/numerics.md, "Integer GEMM and dequantisation"
     wide = sums.astype(np.float32) * b_scale[None, :] * (a_scale / np.float32(divisor))[:, None]

@@ -85,10 +85,9 @@ def test_eight_rows_of_a_smooth_image() -> None:
     exact = gy.T @ tokens
 
     def error(**options: Any) -> float:
-        kept = [
-            hotcore.hla(v, basis="lowpass", token_grid=(32, 32), side=side, **options)
-            for v, side in ((gy, "gradient"), (tokens, "activation"))
-        ]
+        options |= {"basis": "lowpass", "token_grid": (32, 32)}
+        sides = (gy, "gradient"), (tokens, "activation")
+        kept = [hotcore.hla(v, side=side, **options) for v, side in sides]
         return float(np.linalg.norm(kept[0].T @ kept[1] / 16 - exact) / np.linalg.norm(exact))
 
     ten = error(rows=[0, 1, 2, 3, 4, 8, 10, 11, 12, 14])

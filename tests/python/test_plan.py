@@ -103,10 +103,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     config = HotConfig(forward="int8")
     assert printed == hotcore.explain(64, 32, 16, config, device="sm_80").text
     assert "forward_linear" in printed
-    for wrong in (
-        ["--explain", "64", "32", "16", "--device", "sm_1"],
-        ["--device", "sm_90"],
-        ["--explain", "1", "1", "1", "--forward", "fp8"],
-        ["--forward", "int8"],
-    ):
-        refused(info.main, "2", SystemExit, wrong)
+    for wrong in ("--explain 64 32 16 --device sm_1", "--device sm_90",
+                  "--explain 1 1 1 --forward fp8", "--forward int8"):  # fmt: skip
+        refused(info.main, "2", SystemExit, wrong.split())
