@@ -45,7 +45,7 @@ def gw_bound(gy: Matrix, x: Matrix, config: HotConfig, key: int) -> Bound:
         gy, x = gy * t[:, None], x / t[:, None]
     left = reference.hla(gy, side="gradient", **options).astype(np.float64)
     right = reference.hla(x, side="activation", **options).astype(np.float64)
-    divisor = reference._divisor(config)
+    divisor = 1 if config.basis == "full" else config.block
     one = None if config.gw_scale == "tensor" else 0
     s_g = np.abs(left).max(one, keepdims=True) / 127
     if config.storage == "int4":

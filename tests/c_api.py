@@ -31,7 +31,6 @@ def _text() -> str:
 
 
 def constants() -> dict[str, int]:
-    """Every enumerator."""
     values = re.findall(r"\b(HOT_\w+) = (\d+)", _text())
     return {name: int(value) for name, value in values}
 
@@ -107,7 +106,6 @@ def make(name: str, **fields: Any) -> Struct:
 
 
 def tensor(array: Array) -> Struct:
-    """The view of an array."""
     view = make("hot_tensor", data=array.ctypes.data, ndim=array.ndim)
     view.dtype = CONSTANTS["HOT_" + DTYPES[array.dtype.name]]
     for axis in range(array.ndim):
@@ -123,7 +121,6 @@ def aligned(count: int) -> Array:
 
 
 def room(memory: Array) -> tuple[int, int]:
-    """Address and bytes."""
     return memory.ctypes.data, memory.size
 
 
@@ -136,7 +133,6 @@ class CApi:
         self.call("hot_context_cpu", threads, ctypes.byref(self._context))
 
     def close(self) -> None:
-        """Destroy the context."""
         self.lib.hot_context_destroy(self._context)
         self._context = ctypes.c_void_p()
 
@@ -158,7 +154,6 @@ class CApi:
         return out.value
 
     def key(self, key: Key | int) -> None:
-        """Set the key of the following calls."""
         self.on("hot_context_set_key", *(key if isinstance(key, tuple) else Key(key)))
 
     def spec(self, config: HotConfig | str) -> Struct:

@@ -75,7 +75,6 @@ def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
 
 @pytest.fixture
 def api() -> Iterator[Any]:
-    """The C ABI with a new context."""
     from c_api import CApi
 
     library = CApi()

@@ -27,7 +27,6 @@ def layer() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def digest(recipe: str) -> str:
-    """Hash of a layer's compressed x and its three gradients."""
     gy, w, x = layer()
     saved = hotcore.compress_activation(x, recipe, key=Key(0, HASHES["seed"]))
     got = hotcore.backward_linear(gy, w, saved, need=("gx", "gw", "gb"))

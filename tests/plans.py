@@ -86,18 +86,11 @@ def build(config: Any, device: str, hidden: int = 128) -> Any:
     return model if config is None else hot.convert(model, config, filter_fn=lambda *_: True)
 
 
-# ---- tensor parallel ----
-
-
 def by_hand(model: Any, x: Tensor, config: Any) -> Tensor:
     """Run the bodies of the two processes one after the other."""
     y, z = [], model.norm(x)
-    for rows, bias, columns in zip(
-        model.up.weight.chunk(WORLD),
-        model.up.bias.chunk(WORLD),
-        model.down.weight.chunk(WORLD, 1),
-        strict=True,
-    ):
+    up = model.up.weight.chunk(WORLD), model.up.bias.chunk(WORLD)
+    for rows, bias, columns in zip(*up, model.down.weight.chunk(WORLD, 1), strict=True):
         torch.manual_seed(5)
         h = torch.relu(hot.linear(z, rows, bias, config))
         y.append(hot.linear(h, columns, model.down.bias / WORLD, config))
@@ -121,20 +114,17 @@ def tensor_parallel(rank: int, device: str) -> None:
     by_tokens["down"] = RowwiseParallel(output_layouts=Shard(1))
     x = draws(1, 2, 32, 64, device=device).requires_grad_()
     configs = ("default", hot.HotConfig.recipe("fast", forward="int8"))
-    for config, plan, also in (
-        *itertools.product(configs, (whole_tokens, by_tokens), ("",)),
-        ("default", by_tokens, "compiled"),
-        ("default", whole_tokens, "fsdp"),
-    ):
+    more = ("default", by_tokens, "compiled"), ("default", whole_tokens, "fsdp")
+    usual = itertools.product(configs, (whole_tokens, by_tokens), ("",))
+    for config, plan, also in (*usual, *more):
         hidden = 128 if plan is by_tokens else 127  # parts of 64 and 63
         model = build(config, device, hidden)
         alone, plain = copy.deepcopy(model), build(None, device, hidden)
         expected = by_hand(alone, x, config)
         wanted = torch.autograd.grad(expected.square().sum(), (*alone.parameters(), x))
-        plain_loss = plain(x).square().sum()
-        exact = torch.autograd.grad(plain_loss, tuple(plain.parameters()))
-        alone_loss = alone(x).square().sum()
-        unsharded = torch.autograd.grad(alone_loss, tuple(alone.parameters()))
+        exact, unsharded = (
+            torch.autograd.grad(m(x).square().sum(), tuple(m.parameters())) for m in (plain, alone)
+        )
         parallelize_module(model, mesh, plan)
         torch.manual_seed(5)
         part = x if plan is whole_tokens else x.detach().chunk(WORLD, 1)[rank].requires_grad_()
@@ -149,9 +139,8 @@ def tensor_parallel(rank: int, device: str) -> None:
         alike = device == "cpu" or also != "compiled"  # the graph then has other seeds
         assert not alike or error(part.grad, of_x) < near(device), (config, also)
         x.grad = None
-        for (name, p), want, a, b in zip(
-            model.named_parameters(), wanted, exact, unsharded, strict=False
-        ):
+        gradients = wanted, exact, unsharded
+        for (name, p), want, a, b in zip(model.named_parameters(), *gradients, strict=False):
             gradient = whole(p.grad)
             if device == "cpu" and also != "compiled" and "norm" not in name:
                 assert torch.equal(gradient, want), (config, name)
@@ -175,9 +164,6 @@ def tensor_parallel(rank: int, device: str) -> None:
         hot.freeze_int8(frozen)
         with pytest.raises(NotImplementedError, match="up: its weight is frozen in codes"):
             parallelize_module(frozen, mesh, {"up": style()})
-
-
-# ---- FSDP2 ----
 
 
 def fsdp_accumulation(rank: int, device: str) -> None:
@@ -227,9 +213,8 @@ def through_checkpoint(model: Any, other: Any, rank: int, device: str) -> None:
     dcp.save(state, checkpoint_id=folder[0])
     loaded = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
     dcp.load(loaded, checkpoint_id=folder[0])
-    set_state_dict(
-        other, fresh, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
-    )
+    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+    set_state_dict(other, fresh, **parts)
     plain = build(None, device)
     weights = plain.state_dict()
     dcp.load({"model": weights}, checkpoint_id=folder[0])
@@ -243,9 +228,6 @@ def through_checkpoint(model: Any, other: Any, rank: int, device: str) -> None:
         shutil.rmtree(folder[0])
     for a, b in zip(optimizer.state.values(), fresh.state.values(), strict=True):
         assert torch.equal(whole(a["exp_avg"]), whole(b["exp_avg"]))
-
-
-# ---- context parallel ----
 
 
 class Attending(nn.Module):
@@ -294,9 +276,6 @@ def context_parallel(rank: int, device: str) -> None:
     spread, alone = (gradients(True, each) for each in (True, False))
     for p, q, plain in zip(spread, alone, exact, strict=True):  # scales of other tokens
         assert error(p, plain) < 1.5 * error(q, plain) + max(1e-5, torch.finfo(dtype).eps)
-
-
-# ---- pipelines ----
 
 
 def pipelines(rank: int, device: str) -> None:

@@ -84,23 +84,14 @@ class Config:
 
 def recipe(name: str, **overrides: Any) -> Config:
     """The named recipe (docs/recipes.md) with some fields replaced."""
+    one_scale = {"gx_scale": "tensor", "gw_scale": "tensor"}
     fields: dict[str, dict[str, Any]] = {
         "default": {},
         "fast": {"basis": "sketch", "rank": 8, "storage": "int8"},
-        "paper": {
-            "gx_bits": 4,
-            "gx_scale": "tensor",
-            "basis": "lowpass",
-            "rank": 8,
-            "gw_scale": "tensor",
-            "storage": "int8",
-        },
+        "paper": {"gx_bits": 4, "basis": "lowpass", "rank": 8, "storage": "int8", **one_scale},
         "accurate": {"storage": "int8"},
     }
     return Config(**{**fields[name], **overrides})
-
-
-# ---------------------------------------------------------------------------- Floating-point types
 
 
 @_quiet
@@ -130,9 +121,6 @@ def bf16_bits(values: Floats) -> NDArray[np.uint16]:
 def bf16_values(bits: NDArray[np.uint16]) -> Singles:
     """Return the float32 values of bfloat16 bit patterns; reverses :func:`bf16_bits`."""
     return (np.asarray(bits).astype(_u32) << _u32(16)).view(_f32)
-
-
-# -------------------------------------------------------------------------------------- Random bits
 
 
 def philox4x32(counter: NDArray[Any], key: NDArray[Any]) -> NDArray[np.uint32]:
@@ -175,9 +163,6 @@ def random_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> Bytes:
     return words.astype("<u4").view(np.uint8).reshape(rows, per_row * 16)[:, :cols].copy()
 
 
-# --------------------------------------------------------------------------------------------- FWHT
-
-
 @_quiet
 def fwht(
     x: Floats, *, axis: int = -1, block: int = 16, out_dtype: str | None = None
@@ -202,9 +187,6 @@ def _butterflies(v: Singles) -> Singles:
         v = np.stack([low + high, low - high], axis=2).reshape(count, n)
         h *= 2
     return v
-
-
-# ----------------------------------------------------------------------------------------- Low rank
 
 
 class LowRank(NamedTuple):
@@ -258,12 +240,8 @@ def token_order(tokens: int, spec: LowRank) -> tuple[NDArray[np.intp], NDArray[n
     tile_h, tile_w = 1 << m // 2, 1 << (m - m // 2)
     down, across = h // tile_h, w // tile_w
     raster = np.arange(h * w).reshape(h, w)
-    tiles = (
-        raster[: down * tile_h, : across * tile_w]
-        .reshape(down, tile_h, across, tile_w)
-        .transpose(0, 2, 1, 3)
-        .reshape(-1)
-    )
+    whole = raster[: down * tile_h, : across * tile_w].reshape(down, tile_h, across, tile_w)
+    tiles = whole.transpose(0, 2, 1, 3).reshape(-1)
     left_over = np.ones((h, w), bool)
     left_over[: down * tile_h, : across * tile_w] = False
     grid = samples[:, spec.prefix_tokens :]
@@ -295,13 +273,9 @@ def fold(v: Singles, a: NDArray[np.int64]) -> Singles:
 
 
 def hla(
-    x: Floats,
-    *,
-    side: str = "activation",
-    key: KeyLike = 0,
-    out_dtype: str = "float32",
+    x: Floats, *, side: str = "activation", key: KeyLike = 0, out_dtype: str = "float32",
     **spec: Any,
-) -> NDArray[Any]:
+) -> NDArray[Any]:  # fmt: skip
     """Low-rank approximation along the tokens of ``[L, C]``: ``P x``, ``rank`` rows of each block.
 
     ``(P_gradient g)^T (P_activation x) / block`` is the (approximate) product; a sketch's weights
@@ -350,9 +324,6 @@ def _sketch(tokens: Singles, rank: int, side: str, key: KeyLike) -> Singles:
         weight = _f32(n - 1) / _f32(rank - 1)
         kept = np.concatenate([kept[:, :1], kept[:, 1:] * weight], axis=1)
     return kept
-
-
-# ------------------------------------------------------------------------------ Scales and rounding
 
 
 @_quiet
@@ -412,15 +383,9 @@ def _round_pseudo_stochastic(v: Singles, bits: int) -> Codes:
 
 
 def quantize(
-    x: Floats,
-    *,
-    bits: int = 8,
-    scale: str = "token",
-    rounding: str = "stochastic",
-    key: KeyLike = 0,
-    purpose: int = PURPOSE_QUANTIZE,
-    packed: bool = False,
-) -> tuple[NDArray[Any], Singles]:
+    x: Floats, *, bits: int = 8, scale: str = "token", rounding: str = "stochastic",
+    key: KeyLike = 0, purpose: int = PURPOSE_QUANTIZE, packed: bool = False,
+) -> tuple[NDArray[Any], Singles]:  # fmt: skip
     """Symmetric codes of ``[R, C]`` and fp32 scales by token, channel or tensor.
 
     ``purpose``: of the random bytes ("Shapes"). ``packed``: two INT4 codes a byte. Source: "Scales"
@@ -435,14 +400,9 @@ def quantize(
 
 @_quiet
 def dequantize(
-    q: NDArray[Any],
-    scale: Singles,
-    *,
-    granularity: str = "token",
-    dtype: str = "float32",
-    packed: bool = False,
-    columns: int | None = None,
-) -> NDArray[Any]:
+    q: NDArray[Any], scale: Singles, *, granularity: str = "token", dtype: str = "float32",
+    packed: bool = False, columns: int | None = None,
+) -> NDArray[Any]:  # fmt: skip
     """``q * scale``, rounded to fp32 and then to ``dtype``. Source: "Scales".
 
     ``columns``: C of a packed q, twice its bytes unless given.
@@ -469,9 +429,6 @@ def _round_scaled(
     return round_codes(np.where(inv == 0, _f32(0), values), inv, bits, rounding, u)
 
 
-# --------------------------------------------------------------------------------------------- INT4
-
-
 def pack_int4(q: Codes) -> Bytes:
     """Two codes a byte, low nibble first: uint8 ``[R, ceil(C/2)]``. Source: "INT4".
 
@@ -494,20 +451,11 @@ def unpack_int4(packed: Bytes, columns: int | None = None) -> Codes:
     return codes if columns is None else codes[:, :columns].copy()
 
 
-# -------------------------------------------------------------------- Integer GEMM, dequantisation
-
-
 def gemm_int8(
-    a: Codes,
-    b: Codes,
-    a_scale: Singles | None = None,
-    b_scale: Singles | None = None,
-    *,
-    divisor: int = 1,
-    out_dtype: str = "float32",
-    out: Floats | None = None,
+    a: Codes, b: Codes, a_scale: Singles | None = None, b_scale: Singles | None = None, *,
+    divisor: int = 1, out_dtype: str = "float32", out: Floats | None = None,
     accumulate: bool = False,
-) -> NDArray[Any]:
+) -> NDArray[Any]:  # fmt: skip
     """``a b^T`` of codes, summed exactly, times ``a_scale[m] * b_scale[n] / divisor``.
 
     Scales ``[M]`` or ``[1]``; without them the result is the int32 sums (K up to 131,071).
@@ -561,9 +509,6 @@ def _finish(result: Singles, before: Floats | None, out_dtype: str) -> NDArray[A
     return _store(result, out_dtype)
 
 
-# -------------------------------------------------------------------------------- The linear layer
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Saved:
     """A compressed activation in logical form, as :func:`compress_activation` makes it.
@@ -597,35 +542,21 @@ def quantize_gradient_rows(
 ) -> tuple[Codes, Singles]:
     """g_y for g_x: codes ``[L, Kp]``, scales ``[L]`` or ``[1]``. "Shapes", purpose 1."""
     operand = _transform_features(_flat(gy), config.hadamard_block)
-    return quantize(
-        operand,
-        bits=config.gx_bits,
-        scale=config.gx_scale,
-        rounding=config.gx_rounding,
-        key=key,
-        purpose=PURPOSE_GX_GRADIENT,
-    )
+    options = {"bits": config.gx_bits, "scale": config.gx_scale, "rounding": config.gx_rounding}
+    return quantize(operand, key=key, purpose=PURPOSE_GX_GRADIENT, **options)
 
 
 def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, Singles]:
     """W for g_x: codes ``[I, Kp]``, scales ``[I]`` or ``[1]``; to nearest. "Shapes", purpose 2."""
     operand = _transform_features(_widen(w).T, config.hadamard_block)
-    return quantize(
-        operand,
-        bits=config.gx_bits,
-        scale="tensor" if config.gx_scale == "tensor" else "token",
-        rounding="nearest",
-        purpose=PURPOSE_GX_WEIGHT,
-    )
+    options = {"bits": config.gx_bits, "scale": config.gx_scale, "rounding": "nearest"}
+    return quantize(operand, purpose=PURPOSE_GX_WEIGHT, **options)
 
 
 def quantize_gradient_columns(
-    gy: Floats,
-    config: ConfigLike,
-    key: KeyLike = 0,
-    sketch_key: KeyLike | None = None,
+    gy: Floats, config: ConfigLike, key: KeyLike = 0, sketch_key: KeyLike | None = None,
     exponents: Bytes | None = None,
-) -> tuple[Codes, Singles]:
+) -> tuple[Codes, Singles]:  # fmt: skip
     """g_y for g_w: codes ``[O, Kp]``, scales ``[O]``, ``[1]`` or ``[Kp]``. "Shapes", purpose 4.
 
     ``key`` rounds; ``sketch_key`` (``key`` unless given) is the one that x was compressed with, and
@@ -635,13 +566,8 @@ def quantize_gradient_columns(
     scale = {"channel": "token", "tensor": "tensor", "token": "channel"}
     subspaces = key if sketch_key is None else sketch_key
     rows = _project(_resized(_flat(gy), exponents), _low_rank_of(config), "gradient", subspaces)
-    return quantize(
-        _pad_columns(rows.T, 16),
-        scale=scale[config.gw_scale],
-        rounding=config.gw_rounding,
-        key=key,
-        purpose=PURPOSE_GW_GRADIENT,
-    )
+    options = {"scale": scale[config.gw_scale], "rounding": config.gw_rounding}
+    return quantize(_pad_columns(rows.T, 16), key=key, purpose=PURPOSE_GW_GRADIENT, **options)
 
 
 def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 0) -> Saved:
@@ -656,13 +582,8 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
         codes, scales = _quantize_groups(values.T, key)
         return Saved(codes, scales, pack_int4(codes), *rest)
     rows = _project(values, _low_rank_of(settings), "activation", key)
-    codes, scale = quantize(
-        _pad_columns(rows.T, 16),
-        scale="token" if settings.gw_scale == "channel" else "tensor",
-        rounding="stochastic",
-        key=key,
-        purpose=PURPOSE_GW_ACTIVATION,
-    )
+    options = {"scale": "token" if settings.gw_scale == "channel" else "tensor", "key": key}
+    codes, scale = quantize(_pad_columns(rows.T, 16), purpose=PURPOSE_GW_ACTIVATION, **options)
     return Saved(codes, scale, None, *rest)
 
 
@@ -688,11 +609,6 @@ def _resized(values: Singles, exponents: Bytes | None, *, divide: bool = False) 
     biased = exponents.astype(_u32)
     power = ((_u32(254) - biased if divide else biased) << _u32(23)).view(_f32)
     return values * power[:, None]
-
-
-def _divisor(config: ConfigLike) -> int:
-    """Divisor of the product of g_w."""
-    return 1 if config.basis == "full" else int(config.block)
 
 
 @_quiet
@@ -732,30 +648,18 @@ def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, Singles
     width = _round_up(saved.tokens, 16)
     scale, inv = scale_of(_f32(7) * _amax(groups, 1), 8)
     factor = np.where(inv == 0, _f32(0), groups * inv)
-    codes = _round_scaled(
-        saved.codes[:, :width].astype(_f32),
-        np.repeat(factor, INT4_GROUP, axis=1)[:, :width],
-        8,
-        "stochastic",
-        saved.key if key is None else key,
-        PURPOSE_REQUANTIZE,
-    )
+    values = saved.codes[:, :width].astype(_f32)
+    per_token = np.repeat(factor, INT4_GROUP, axis=1)[:, :width]
+    new_key = saved.key if key is None else key
+    codes = _round_scaled(values, per_token, 8, "stochastic", new_key, PURPOSE_REQUANTIZE)
     return codes, scale.reshape(-1)
 
 
 def backward_linear(
-    gy: Floats,
-    w: Floats | None,
-    saved_or_x: Saved | Floats | None,
-    *,
-    config: ConfigLike = None,
-    need: Collection[str] = ("gx", "gw"),
-    key: KeyLike | None = None,
-    out_dtype: str | None = None,
-    gw_out: Floats | None = None,
-    gb_out: Floats | None = None,
-    accumulate: bool = False,
-) -> Gradients:
+    gy: Floats, w: Floats | None, saved_or_x: Saved | Floats | None, *, config: ConfigLike = None,
+    need: Collection[str] = ("gx", "gw"), key: KeyLike | None = None, out_dtype: str | None = None,
+    gw_out: Floats | None = None, gb_out: Floats | None = None, accumulate: bool = False,
+) -> Gradients:  # fmt: skip
     """Backward of ``y = x w^T + b``: ``gx = gy w``, ``gw = gy^T x``, ``gb`` = sums of gy.
 
     An x is compressed first. Settings and key are those of ``saved_or_x`` unless given; the
@@ -774,17 +678,15 @@ def backward_linear(
     gx = gw = gb = None
     if "gx" in need:
         assert w is not None, "w: needed for gx"
-        product = gemm_int8(
-            *_pairs(quantize_gradient_rows(gy, settings, key), quantize_weight(w, settings)),
-            divisor=settings.hadamard_block,
-            out_dtype=dtype,
-        )
+        a, a_scale = quantize_gradient_rows(gy, settings, key)
+        b, b_scale = quantize_weight(w, settings)
+        options = {"divisor": settings.hadamard_block, "out_dtype": dtype}
+        product = gemm_int8(a, b, a_scale, b_scale, **options)
         gx = product.reshape(*gy.shape[:-1], w.shape[1])
     if "gw" in need:
         assert saved is not None
-        gw = _finish(
-            _weight_gradient(gy, saved, settings, key), gw_out if accumulate else None, dtype
-        )
+        product = _weight_gradient(gy, saved, settings, key)
+        gw = _finish(product, gw_out if accumulate else None, dtype)
     if "gb" in need:
         gb = _finish(bias_gradient(grad), gb_out if accumulate else None, dtype)
     return Gradients(gx, gw, gb)
@@ -796,7 +698,7 @@ def _weight_gradient(gy: Floats, saved: Saved, config: ConfigLike, key: KeyLike)
         right, right_scale = saved.codes, saved.scales
     else:
         right, right_scale = requantize(saved, key)
-    divisor = _divisor(config)
+    divisor = 1 if config.basis == "full" else int(config.block)
     if config.gw_scale == "token":
         return _token_product(left, right, left_scale, right_scale, divisor)
     return _dequantize_product(integer_product(left, right), left_scale, right_scale, divisor)
@@ -820,9 +722,6 @@ def bias_gradient(gy: Floats) -> Singles:
             run = run + sums[:, index]
         total = total + run
     return total.astype(_f32)
-
-
-# -------------------------------------------------------------------------------- The 8-bit forward
 
 
 @_quiet
@@ -896,13 +795,9 @@ def _scaled_features(values: Singles, exponents: Codes | None, sign: int) -> Sin
 
 
 def forward_linear(
-    x: Floats,
-    w: Floats,
-    bias: Floats | None = None,
-    *,
-    config: ConfigLike = None,
+    x: Floats, w: Floats, bias: Floats | None = None, *, config: ConfigLike = None,
     out_dtype: str | None = None,
-) -> NDArray[Any]:
+) -> NDArray[Any]:  # fmt: skip
     """``y = x w^T + bias`` in INT8, for every value of ``config.forward``. Source: "Forward"."""
     settings = Config() if config is None else config
     left = quantize_forward_operand(x, settings.forward_block)
@@ -916,30 +811,13 @@ def forward_product(
 ) -> Singles:
     """``y [L, O]`` in fp32 from the codes and scales of both operands."""
     product = _dequantize_product(integer_product(x[0], w[0]), x[1], w[1], block)
-    return product if bias is None else _add_bias(product, _widen(bias))
-
-
-@_quiet
-def _add_bias(product: Singles, bias: Singles) -> Singles:
-    return product + bias[None, :]
-
-
-# --------------------------------------------------------------------------------------------------
+    with np.errstate(all="ignore"):
+        return product if bias is None else product + _widen(bias)[None, :]
 
 
 def _transform_features(values: Singles, n: int) -> Singles:
     """``[R, C]`` -> ``[R, Kp]``: FWHT of blocks of n along C, then zeros up to 16 columns."""
     return _pad_columns(fwht(_pad_columns(values, n), block=n), 16)
-
-
-def _pairs(
-    a: tuple[Codes, Singles], b: tuple[Codes, Singles]
-) -> tuple[Codes, Codes, Singles, Singles]:
-    """Two (codes, scale) pairs in the argument order of :func:`gemm_int8`."""
-    return a[0], b[0], a[1], b[1]
-
-
-# ------------------------------------------------------------------------------------ Small helpers
 
 
 def _widen(values: Floats) -> Singles:

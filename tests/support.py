@@ -51,30 +51,31 @@ def without_broken_torchvision() -> Iterator[None]:
             yield
 
 
+def ran(*words: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, whatever its status."""
+    command = [str(word) for word in words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
 def output_of(*arguments: str, folder: Path, timeout: float) -> str:
     """Return the output of a Python program that must succeed without messages on stderr.
 
     It imports from the paths of this process and from `folder`.
     """
     paths = [str(Path(hotcore.__file__).parents[1]), str(folder), *sys.path]
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = ran(sys.executable, *arguments, env=environment, timeout=timeout)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
-def refused(call: Callable[[], object], says: str, error: Any = ValueError) -> None:
-    """Check for an error whose message has this pattern."""
+def refused(
+    call: Callable[..., object], says: str, error: Any = ValueError, *arguments: Any, **options: Any
+) -> None:
+    """Check that a call with these arguments raises an error whose message has this pattern."""
     __tracebackhide__ = True
     with pytest.raises(error, match=says):
-        call()
+        call(*arguments, **options)
 
 
 def report_of(script: Any, path: Path, *words: str) -> Any:
@@ -84,7 +85,6 @@ def report_of(script: Any, path: Path, *words: str) -> Any:
 
 
 def isas() -> list[str]:
-    """Instruction sets of this machine."""
     names = []
     for name in ("plain", "avx2", "avx512", "amx"):
         try:
@@ -120,7 +120,6 @@ def same_on_every_path(call: Callable[[], Any]) -> None:
 
 
 def flat(result: Any) -> list[np.ndarray]:
-    """Arrays of a call's result."""
     if isinstance(result, hotcore.Saved):
         return [numpy_of(result.data)]
     if isinstance(result, tuple):
@@ -151,6 +150,10 @@ def read_only(values: np.ndarray) -> np.ndarray:
     values = values.copy()
     values.flags.writeable = False
     return values
+
+
+def swapped(values: np.ndarray) -> np.ndarray:
+    return values.astype(values.dtype.newbyteorder())
 
 
 def unaligned(values: np.ndarray) -> np.ndarray:
@@ -226,8 +229,12 @@ def equal_bits(got: Any, wanted: Any, what: str = "") -> None:
         )
 
 
+def same_bits(got: Iterable[Any], wanted: Iterable[Any], what: str = "") -> None:
+    for ours, theirs in zip(got, wanted, strict=True):
+        equal_bits(ours, theirs, what)
+
+
 def bits(values: np.ndarray) -> np.ndarray:
-    """Bit patterns of a float array."""
     return np.ascontiguousarray(values).view({2: np.uint16, 4: np.uint32}[values.dtype.itemsize])
 
 
@@ -316,8 +323,7 @@ def strided(values: Any) -> Any:
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Cosine between two arrays."""
-    x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    x, y = (np.asarray(values, np.float64).ravel() for values in (a, b))
     return float(x @ y / np.sqrt((x @ x) * (y @ y)))
 
 
@@ -336,7 +342,6 @@ def saved_tensors(leaves: bool = False) -> Iterator[list[torch.Tensor]]:
 
 
 def storage_bytes(kept: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> dict[int, int]:
-    """Bytes of each storage of ``kept`` that is not in ``but``."""
     others = {tensor.untyped_storage()._cdata for tensor in but}
     sizes = {s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in kept)}
     return {key: size for key, size in sizes.items() if key not in others}

@@ -38,7 +38,6 @@ def whole(*shape: int, **kind: Any) -> torch.Tensor:
 
 
 def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
-    """Check for as many tensors with equal values."""
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -197,7 +196,6 @@ def task_of(name: str, rng: np.random.Generator) -> tuple[nn.Module, models.Batc
 
 
 def gradient_of(model: nn.Module, batch: models.Batch, task: models.Task) -> torch.Tensor:
-    """Gradients of all parameters."""
     model.zero_grad()
     loss = task.loss(model, batch)
     assert math.isfinite(loss.item())

@@ -33,18 +33,14 @@ class Memory:
     """Bytes of torch's allocator on the device."""
 
 
+_MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
 class _MallInfo(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"),
-            *("fordblks", "keepcost"),
-        )
-    )
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO.split())
 
 
 def memory(device: str) -> Memory:
-    """Measure after garbage collection."""
     for _ in range(3):
         gc.collect()
     cuda = device == "cuda"

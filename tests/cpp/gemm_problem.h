@@ -29,19 +29,18 @@ struct Options {
 inline std::unique_ptr<Mirrored> operand(std::int64_t rows, std::int64_t pitch, std::int64_t offset,
                                          bool extreme) {
   auto array = std::make_unique<Mirrored>(static_cast<std::size_t>(offset + rows * pitch));
-  const auto values = codes(offset + rows * pitch, 127);
-  std::memcpy(array->host.data(), values.data(), values.size());
-  if (extreme) std::fill(array->host.begin(), array->host.end(), static_cast<char>(-128));
-  array->push();
+  array->fill_codes();
+  if (extreme) {
+    std::fill(array->host.begin(), array->host.end(), static_cast<char>(-128));
+    array->push();
+  }
   return array;
 }
 
 inline std::unique_ptr<Mirrored> random_numbers(std::int64_t count, DType dtype, float scale) {
   auto array = std::make_unique<Mirrored>(static_cast<std::size_t>(count) * hot::dtype_size(dtype));
   if (dtype == DType::i32) {
-    const auto bytes = codes(4 * count, 127);
-    std::memcpy(array->host.data(), bytes.data(), bytes.size());
-    array->push();
+    array->fill_codes();
     return array;
   }
   const std::vector<float> values = normal(count, scale);

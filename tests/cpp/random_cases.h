@@ -52,6 +52,17 @@ enum class Sizes {
   spread,  // log-uniform, up to 3,000 tokens and 800 features
 };
 
+// Copy of a batch on which a case runs: the host's or the device's.
+struct Side {
+  char* base;
+  char* scratch;
+  std::size_t scratch_bytes;
+  bool on_gpu;
+
+  hot::Workspace workspace() const { return {scratch, scratch_bytes}; }
+  hot::Device device() const { return on_gpu ? gpu : hot::Device{}; }
+};
+
 // Array of a batch, at the same offset on host and device.
 struct Place {
   std::size_t offset = 0;  // offset of the view; its memory begins at `begin`
@@ -60,20 +71,12 @@ struct Place {
   std::int64_t rows = 0, cols = 0, ld = 0;
   double largest = 0;  // largest finite magnitude of its values
 
-  TensorView view(char* base, bool on_gpu) const {
-    return hot::matrix(base + offset, dtype, rows, cols, ld, on_gpu ? gpu : hot::Device{});
+  TensorView view(const Side& side) const {
+    return hot::matrix(side.base + offset, dtype, rows, cols, ld, side.device());
   }
-  TensorView flat(char* base, bool on_gpu) const {
-    return hot::vector(base + offset, dtype, cols, on_gpu ? gpu : hot::Device{});
+  TensorView flat(const Side& side) const {
+    return hot::vector(side.base + offset, dtype, cols, side.device());
   }
-};
-
-// Copy of a batch on which a case runs: the host's or the device's.
-struct Side {
-  char* base;
-  char* scratch;
-  std::size_t scratch_bytes;
-  bool on_gpu;
 };
 
 struct RandomCase {
@@ -216,7 +219,8 @@ class RandomBatch {
     const ConstTensorView source =
         hot::matrix(static_cast<const void*>(values.data()), DType::f32, rows, cols);
     static const hot::Context one_thread = hot::Context::cpu(1);
-    hot::fwht(one_thread, source, 1, 1, place.view(host_, false));  // block 1 converts
+    const Side host{host_, nullptr, 0, false};
+    hot::fwht(one_thread, source, 1, 1, place.view(host));  // block 1 converts
     return place;
   }
 
@@ -327,18 +331,6 @@ class RandomBatch {
     (this->*stages[kind - 8])();
   }
 
-  // The matrix or its transpose.
-  static TensorView turned(TensorView view, bool transpose) {
-    if (transpose) {
-      std::swap(view.shape[0], view.shape[1]);
-      std::swap(view.stride[0], view.stride[1]);
-    }
-    return view;
-  }
-
-  // Turns a hot::Error into a test failure with the case's name.
-  void named(const std::ostringstream& text) { one_->what = text.str(); }
-
   static void expect_room(std::size_t needed, const Side& side) {
     if (needed > side.scratch_bytes) {
       throw std::runtime_error("scratch of " + std::to_string(needed) + " bytes is not there");
@@ -372,17 +364,17 @@ class RandomBatch {
     const std::size_t input_bytes = forward_too ? hot::forward_input_bytes(L, I, forward_spec) : 0;
     const Place input = take(1, static_cast<std::int64_t>(input_bytes), DType::i8);
     const DrawnKey key = some_key();
-    std::ostringstream text;
-    text << name << " L " << L << " O " << O << " I " << I << " of " << hot::dtype_name(dtype)
-         << ", basis " << hot::basis_name(spec.low_rank.basis) << " block " << spec.low_rank.block
-         << " rank " << spec.low_rank.rank << ", x as " << hot::storage_name(spec.storage)
-         << (spec.equalize_tokens ? " equalised" : "") << ", g_w scale "
-         << hot::granularity_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
-         << spec.gx_bits << ", rounding " << hot::rounding_name(spec.gx_rounding) << " "
-         << hot::rounding_name(spec.gw_rounding) << ", arch " << arch
-         << (accumulate ? ", accumulating" : "") << (quantized ? ", w quantised before" : "");
-    if (forward_too) text << ", and x for a forward product, n " << forward_spec.hadamard_block;
-    named(text);
+    one_->what =
+        words(name, " L ", L, " O ", O, " I ", I, " of ", hot::dtype_name(dtype), ", basis ",
+              hot::basis_name(spec.low_rank.basis), " block ", spec.low_rank.block, " rank ",
+              spec.low_rank.rank, ", x as ", hot::storage_name(spec.storage),
+              (spec.equalize_tokens ? " equalised" : ""), ", g_w scale ",
+              hot::granularity_name(spec.gw_scale), ", n ", spec.hadamard_block, ", bits ",
+              spec.gx_bits, ", rounding ", hot::rounding_name(spec.gx_rounding), " ",
+              hot::rounding_name(spec.gw_rounding), ", arch ", arch,
+              (accumulate ? ", accumulating" : ""), (quantized ? ", w quantised before" : ""));
+    if (forward_too)
+      one_->what += words(", and x for a forward product, n ", forward_spec.hadamard_block);
     one_->run = [=](const hot::Context& base, const Side& side) {
       const bool on_gpu = side.on_gpu;
       hot::Context c = base.with_key(key.on(side));
@@ -391,25 +383,23 @@ class RandomBatch {
                             hot::backward_linear_workspace(c, shape, spec, true, true),
                             hot::quantize_weight_workspace(c, O, I, spec)}),
                   side);
-      const hot::Workspace scratch{side.scratch, side.scratch_bytes};
+      const hot::Workspace scratch = side.workspace();
       const hot::SavedActivation memory{side.base + saved.offset, layout.bytes};
-      const ConstTensorView from = turned(x.view(side.base, on_gpu), by_columns);
+      const ConstTensorView from = by_columns ? turned(x.view(side)) : x.view(side);
       const hot::ConstSavedActivation of_x =
           forward_too ? hot::quantize_forward_input(c, from, forward_spec,
                                                     {side.base + input.offset, input_bytes}, spec,
                                                     memory, scratch)
                             .saved
                       : hot::compress_activation(c, from, spec, memory, scratch);
-      const TensorView vx = gx.view(side.base, on_gpu), vw = gw.view(side.base, on_gpu),
-                       vb = gb.flat(side.base, on_gpu);
+      const TensorView vx = gx.view(side), vw = gw.view(side), vb = gb.flat(side);
       const hot::BackwardOutputs out{&vx, &vw, &vb, accumulate};
       if (quantized) {
         const hot::ConstQuantizedWeight of_w = hot::quantize_weight(
-            c, w.view(side.base, on_gpu), spec, {side.base + codes.offset, weight_bytes}, scratch);
-        hot::backward_linear(c, gy.view(side.base, on_gpu), of_w, of_x, spec, out, scratch);
+            c, w.view(side), spec, {side.base + codes.offset, weight_bytes}, scratch);
+        hot::backward_linear(c, gy.view(side), of_w, of_x, spec, out, scratch);
       } else {
-        hot::backward_linear(c, gy.view(side.base, on_gpu), w.view(side.base, on_gpu), of_x, spec,
-                             out, scratch);
+        hot::backward_linear(c, gy.view(side), w.view(side), of_x, spec, out, scratch);
       }
     };
     one_->exact = {gx, gw};
@@ -437,27 +427,24 @@ class RandomBatch {
     const Place codes = take(1, quantized ? static_cast<std::int64_t>(bytes) : 0, DType::i8);
     const Place x_codes = take(1, quantized_x ? static_cast<std::int64_t>(x_bytes) : 0, DType::i8);
     const int arch = r.one_in(4) ? 80 : 0;
-    std::ostringstream text;
-    text << "forward L " << L << " O " << O << " I " << I << " of " << hot::dtype_name(dtype)
-         << ", n " << spec.hadamard_block << ", arch " << arch << (with_bias ? ", bias" : "")
-         << (quantized ? ", w quantised before" : "") << (quantized_x ? ", x too" : "");
-    named(text);
+    one_->what = words("forward L ", L, " O ", O, " I ", I, " of ", hot::dtype_name(dtype), ", n ",
+                       spec.hadamard_block, ", arch ", arch, (with_bias ? ", bias" : ""),
+                       (quantized ? ", w quantised before" : ""), (quantized_x ? ", x too" : ""));
     one_->run = [=](hot::Context c, const Side& side) {
       const bool on_gpu = side.on_gpu;
       if (on_gpu && arch != 0) c = c.with_arch(arch);
       expect_room(hot::forward_linear_workspace(c, shape, spec, quantized, quantized_x), side);
-      const hot::Workspace scratch{side.scratch, side.scratch_bytes};
-      const ConstTensorView b =
-          with_bias ? ConstTensorView(bias.flat(side.base, on_gpu)) : ConstTensorView{};
-      const TensorView out = y.view(side.base, on_gpu);
-      const ConstTensorView from = x.view(side.base, on_gpu);
+      const hot::Workspace scratch = side.workspace();
+      const ConstTensorView b = with_bias ? ConstTensorView(bias.flat(side)) : ConstTensorView{};
+      const TensorView out = y.view(side);
+      const ConstTensorView from = x.view(side);
       const auto product = [&](const auto& left) {
         if (quantized) {
           const hot::ConstQuantizedWeight of_w = hot::quantize_forward_weight(
-              c, w.view(side.base, on_gpu), spec, {side.base + codes.offset, bytes});
+              c, w.view(side), spec, {side.base + codes.offset, bytes});
           hot::forward_linear(c, left, of_w, b, spec, out, scratch);
         } else {
-          const ConstTensorView of_w = w.view(side.base, on_gpu);
+          const ConstTensorView of_w = w.view(side);
           hot::forward_linear(c, left, of_w, b, spec, out, scratch);
         }
       };
@@ -491,24 +478,21 @@ class RandomBatch {
     const Place out = accumulate ? filled(M, N, type) : take(M, N, type, r.from(0, 2));
     const hot::GemmSpec spec{bare ? 1 : 1 << r.from(0, 6), accumulate};
     const int arch = r.one_in(3) ? 80 : 0;
-    std::ostringstream text;
-    text << "gemm_int" << bits << " " << M << " x " << N << " x " << K << " to "
-         << hot::dtype_name(type) << ", arch " << arch << (accumulate ? ", accumulating" : "");
-    named(text);
+    one_->what = words("gemm_int", bits, " ", M, " x ", N, " x ", K, " to ", hot::dtype_name(type),
+                       ", arch ", arch, (accumulate ? ", accumulating" : ""));
     one_->run = [=](hot::Context c, const Side& side) {
       const bool on_gpu = side.on_gpu;
       if (on_gpu && arch != 0) c = c.with_arch(arch);
       expect_room(hot::gemm_workspace(c, M, N, K), side);
-      const hot::Workspace scratch{side.scratch, side.scratch_bytes};
+      const hot::Workspace scratch = side.workspace();
       const auto scale = [&](const Place& place) {
-        return bare ? ConstTensorView{} : ConstTensorView(place.flat(side.base, on_gpu));
+        return bare ? ConstTensorView{} : ConstTensorView(place.flat(side));
       };
-      const ConstTensorView va = a.view(side.base, on_gpu), vb = b.view(side.base, on_gpu);
+      const ConstTensorView va = a.view(side), vb = b.view(side);
       if (packed) {
-        hot::gemm_int4(c, va, vb, K, scale(sa), scale(sb), spec, out.view(side.base, on_gpu),
-                       scratch);
+        hot::gemm_int4(c, va, vb, K, scale(sa), scale(sb), spec, out.view(side), scratch);
       } else {
-        hot::gemm_int8(c, va, vb, scale(sa), scale(sb), spec, out.view(side.base, on_gpu), scratch);
+        hot::gemm_int8(c, va, vb, scale(sa), scale(sb), spec, out.view(side), scratch);
       }
     };
     (bare ? one_->integers : one_->exact) = {out};
@@ -524,11 +508,9 @@ class RandomBatch {
       const Place x = filled(L, C, some_float(), r.from(0, 2));
       const Place out = take(hot::hla_rows(L, spec), C, some_float(), r.from(0, 2));
       const hot::Side side_of = r.one_in(2) ? hot::Side::activation : hot::Side::gradient;
-      one_->what = std::string("hla ") + hot::basis_name(spec.basis) + " " + std::to_string(L) +
-                   " x " + std::to_string(C);
+      one_->what = words("hla ", hot::basis_name(spec.basis), " ", L, " x ", C);
       one_->run = [=](const hot::Context& c, const Side& side) {
-        hot::hla(c.with_key(key.on(side)), x.view(side.base, side.on_gpu), spec, side_of,
-                 out.view(side.base, side.on_gpu));
+        hot::hla(c.with_key(key.on(side)), x.view(side), spec, side_of, out.view(side));
       };
       one_->exact = {out};
       return;
@@ -538,11 +520,9 @@ class RandomBatch {
     const std::int64_t times = r.from(0, block > 64 ? 2 : 5) * block, other = r.from(0, 40);
     const Place x = filled(rows ? other : times, rows ? times : other, some_float(), r.from(0, 2));
     const Place out = take(x.rows, x.cols, some_float(), r.from(0, 2));
-    one_->what = "fwht " + std::to_string(x.rows) + " x " + std::to_string(x.cols) + ", block " +
-                 std::to_string(block);
+    one_->what = words("fwht ", x.rows, " x ", x.cols, ", block ", block);
     one_->run = [=](const hot::Context& c, const Side& side) {
-      hot::fwht(c, x.view(side.base, side.on_gpu), rows ? 1 : 0, block,
-                out.view(side.base, side.on_gpu));
+      hot::fwht(c, x.view(side), rows ? 1 : 0, block, out.view(side));
     };
     one_->exact = {out};
   }
@@ -559,14 +539,13 @@ class RandomBatch {
     const Place scale = take(1, hot::scale_count(R, C, spec.scale), DType::f32);
     const Place back = take(R, C, some_float());
     const DrawnKey key = some_key();
-    one_->what = "quantize " + std::to_string(R) + " x " + std::to_string(C) + ", " +
-                 std::to_string(spec.bits) + " bits by " + hot::granularity_name(spec.scale) +
-                 ", " + hot::rounding_name(spec.rounding);
+    one_->what = words("quantize ", R, " x ", C, ", ", spec.bits, " bits by ",
+                       hot::granularity_name(spec.scale), ", ", hot::rounding_name(spec.rounding));
     one_->run = [=](const hot::Context& c, const Side& side) {
-      const TensorView vq = q.view(side.base, side.on_gpu);
-      const TensorView vs = scale.flat(side.base, side.on_gpu);
-      hot::quantize(c.with_key(key.on(side)), x.view(side.base, side.on_gpu), spec, vq, vs);
-      hot::dequantize(c, vq, vs, spec.scale, back.view(side.base, side.on_gpu));
+      const TensorView vq = q.view(side);
+      const TensorView vs = scale.flat(side);
+      hot::quantize(c.with_key(key.on(side)), x.view(side), spec, vq, vs);
+      hot::dequantize(c, vq, vs, spec.scale, back.view(side));
     };
     one_->exact = {scale, back};
     one_->integers = {q};
@@ -577,11 +556,11 @@ class RandomBatch {
     const std::int64_t R = size(), C = size();
     const Place q = codes_in(R, C, DType::i8, 7, r.from(0, 3));
     const Place p = take(R, (C + 1) / 2, DType::i4x2, r.from(0, 3)), back = take(R, C, DType::i8);
-    one_->what = "pack_int4 " + std::to_string(R) + " x " + std::to_string(C);
+    one_->what = words("pack_int4 ", R, " x ", C);
     one_->run = [=](const hot::Context& c, const Side& side) {
-      const TensorView vp = p.view(side.base, side.on_gpu);
-      hot::pack_int4(c, q.view(side.base, side.on_gpu), vp);
-      hot::unpack_int4(c, vp, back.view(side.base, side.on_gpu));
+      const TensorView vp = p.view(side);
+      hot::pack_int4(c, q.view(side), vp);
+      hot::unpack_int4(c, vp, back.view(side));
     };
     one_->integers = {p, back};
   }
@@ -598,23 +577,19 @@ class RandomBatch {
     DrawnKey key = some_key();
     key.key.stream = std::min(key.key.stream, static_cast<std::uint32_t>(8192 - parts));
     const float factor = r.value();
-    one_->what = "blocks of " + std::to_string(n) + " values, " + std::to_string(parts) +
-                 " parts of " + std::to_string(ranks) + " processes, " +
-                 hot::rounding_name(rounding);
+    one_->what = words("blocks of ", n, " values, ", parts, " parts of ", ranks, " processes, ",
+                       hot::rounding_name(rounding));
     one_->run = [=](const hot::Context& c, const Side& side) {
-      TensorView rows = wire.view(side.base, side.on_gpu);
-      TensorView all = rows;
-      all.ndim = 3;
-      all.shape[0] = ranks, all.shape[1] = parts, all.shape[2] = bytes;
-      all.stride[0] = parts * bytes, all.stride[1] = bytes, all.stride[2] = 1;
+      TensorView rows = wire.view(side);
+      const TensorView all = cube(rows.data, rows.dtype, ranks, parts, bytes, side.device());
       rows.shape[0] = parts;
       for (std::int64_t rank = 0; rank < ranks; ++rank) {
         hot::Key of_rank = key.on(side);
         of_rank.seed += static_cast<std::uint64_t>(rank);
-        hot::encode_blocks(c.with_key(of_rank), x.flat(side.base, side.on_gpu), rounding, rows);
+        hot::encode_blocks(c.with_key(of_rank), x.flat(side), rounding, rows);
         rows.data = static_cast<char*>(rows.data) + parts * bytes;
       }
-      hot::sum_blocks(c, all, factor, out.flat(side.base, side.on_gpu));
+      hot::sum_blocks(c, all, factor, out.flat(side));
     };
     one_->exact = {out};
     one_->integers = {wire};
@@ -635,17 +610,15 @@ class RandomBatch {
     const std::int64_t rows = by_columns ? I : last - first, cols = by_columns ? last - first : I;
     const Place out = take(rows, cols, some_float(), r.from(0, 2));
     const DrawnKey key = some_key();
-    one_->what = std::string("decompress ") + hot::storage_name(spec.storage) + " " +
-                 std::to_string(L) + " x " + std::to_string(I) + " from " + std::to_string(first) +
-                 " to " + std::to_string(last);
+    one_->what = words("decompress ", hot::storage_name(spec.storage), " ", L, " x ", I, " from ",
+                       first, " to ", last);
     one_->run = [=](const hot::Context& base, const Side& side) {
       const hot::Context c = base.with_key(key.on(side));
       expect_room(hot::compress_activation_workspace(c, L, I, spec), side);
       const hot::ConstSavedActivation of_x = hot::compress_activation(
-          c, x.view(side.base, side.on_gpu), spec, {side.base + saved.offset, layout.bytes},
-          {side.scratch, side.scratch_bytes});
+          c, x.view(side), spec, {side.base + saved.offset, layout.bytes}, side.workspace());
       hot::decompress_activation(c, of_x, first, last, spec,
-                                 turned(out.view(side.base, side.on_gpu), by_columns));
+                                 by_columns ? turned(out.view(side)) : out.view(side));
     };
     one_->exact = {out};
     one_->integers = {saved};

@@ -13,6 +13,7 @@
 #include <functional>
 #include <limits>
 #include <random>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,6 +60,14 @@ inline std::vector<std::int8_t> codes(std::int64_t count, int limit) {
   std::vector<std::int8_t> values(static_cast<std::size_t>(count));
   for (auto& value : values) value = static_cast<std::int8_t>(random_int(-limit, limit));
   return values;
+}
+
+// Text of values one after another.
+template <class... Parts>
+std::string words(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
 }
 
 // Matrix in poisoned memory, with gaps between rows and a margin before and after. `margins_intact`
@@ -139,6 +148,24 @@ TensorView as_vector(std::vector<T>& values, DType dtype) {
                      static_cast<std::int64_t>(values.size()));
 }
 
+// The transposed matrix.
+inline TensorView turned(TensorView view) {
+  std::swap(view.shape[0], view.shape[1]);
+  std::swap(view.stride[0], view.stride[1]);
+  return view;
+}
+
+// Contiguous array of three dimensions.
+inline TensorView cube(void* data, DType dtype, std::int64_t a, std::int64_t b, std::int64_t c,
+                       hot::Device device = {}) {
+  return {data, dtype, device, 3, {a, b, c}, {b * c, c, 1}};
+}
+
+// The first place there that is aligned to 16 bytes.
+inline char* aligned16(char* at) {
+  return at + (16 - reinterpret_cast<std::uintptr_t>(at) % 16) % 16;
+}
+
 struct Scratch {
   explicit Scratch(std::size_t bytes) : memory(bytes, static_cast<char>(0xA5)) {}
   hot::Workspace workspace() { return {memory.data(), memory.size()}; }
@@ -149,9 +176,7 @@ struct Scratch {
 class Buffer {
  public:
   explicit Buffer(std::size_t bytes) : bytes_(bytes), memory_(bytes + 16 + margin, '\xA5') {}
-  char* data() {
-    return memory_.data() + (16 - reinterpret_cast<std::uintptr_t>(memory_.data()) % 16) % 16;
-  }
+  char* data() { return aligned16(memory_.data()); }
   std::size_t bytes() const { return bytes_; }
   std::vector<char> values() { return {data(), data() + bytes_}; }
   bool margin_intact() {
@@ -227,10 +252,7 @@ struct Layer {
     saved.assign(layout.bytes + 16, static_cast<char>(0xA5));
   }
 
-  char* saved_data() {
-    const auto address = reinterpret_cast<std::uintptr_t>(saved.data());
-    return saved.data() + (16 - address % 16) % 16;
-  }
+  char* saved_data() { return aligned16(saved.data()); }
   hot::ConstSavedActivation saved_view() { return {saved_data(), layout.bytes, L, I, key, format}; }
 
   void compress(const hot::Context& context) {

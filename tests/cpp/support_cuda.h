@@ -90,6 +90,13 @@ class Mirrored {
     return reinterpret_cast<T*>(on_gpu ? device_.data() : host.data());
   }
 
+  // Random codes in all bytes.
+  void fill_codes() {
+    const auto values = codes(static_cast<std::int64_t>(host.size()), 127);
+    std::memcpy(host.data(), values.data(), values.size());
+    push();
+  }
+
   std::vector<char> host;
 
  private:
@@ -176,6 +183,14 @@ inline bool in_part(std::int64_t unit) {
   return unit % parts == part;
 }
 
+// Scratch of at least so many bytes on a side.
+inline hot::Workspace grown(std::unique_ptr<Mirrored>& scratch, std::size_t bytes, bool on_gpu) {
+  if (scratch == nullptr || scratch->host.size() < bytes) {
+    scratch = std::make_unique<Mirrored>(bytes, static_cast<char>(0xA5));
+  }
+  return {scratch->on<char>(on_gpu), bytes};
+}
+
 inline DType any_float() { return float_types[random_int(0, 2)]; }
 
 // Random size among those where kernels change: 1, primes, multiples of 16 and their neighbours.
@@ -210,6 +225,18 @@ class CudaTest : public testing::Test {
   }
   void TearDown() override {
     if (stream_ != nullptr) check(cudaStreamDestroy(stream_));
+  }
+  hot::Context cuda(int arch = 0) const { return hot::Context::cuda(0, stream_).with_arch(arch); }
+  void synchronize() const { check(cudaStreamSynchronize(stream_)); }
+  // Replays a CUDA graph of `queue` after a call that loads its kernels and after `poison`.
+  template <class Queue, class Poison>
+  void replay(const Queue& queue, const Poison& poison) const {
+    queue();
+    synchronize();
+    const Graph graph(stream_, queue);
+    poison();
+    graph.replay();
+    synchronize();
   }
 
   cudaStream_t stream_ = nullptr;

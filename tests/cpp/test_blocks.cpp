@@ -26,10 +26,7 @@ struct Case {
                          rounding,
                          hot::matrix(wire.data() + rank * parts * bytes, DType::i8, parts, bytes));
     }
-    TensorView all = hot::vector(wire.data(), DType::i8, 0);
-    all.ndim = 3;
-    all.shape[0] = ranks, all.shape[1] = parts, all.shape[2] = bytes;
-    all.stride[0] = parts * bytes, all.stride[1] = bytes, all.stride[2] = 1;
+    const TensorView all = cube(wire.data(), DType::i8, ranks, parts, bytes);
     hot::sum_blocks(context, all, 0.3F, hot::vector(out.data(), DType::f32, n));
     EXPECT_TRUE(wire.margins_intact() && out.margins_intact());
     std::vector<char> result(wire.data(), wire.data() + ranks * parts * bytes);

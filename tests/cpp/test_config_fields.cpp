@@ -30,6 +30,7 @@ void for_each_field(hot::detail::FieldsOf<WideSpec>, Visit&& visit) {
 }
 
 using hot_test::expect_error;
+namespace detail = hot::detail;
 constexpr auto invalid = hot::ErrorCode::invalid_argument;
 
 TEST(ConfigFields, a_new_field_is_in_the_c_struct) {
@@ -38,30 +39,30 @@ TEST(ConfigFields, a_new_field_is_in_the_c_struct) {
   spec.gx_bits = 4;
   spec.low_rank.layout = {3, 5, 1};
   WideC c{};
-  hot::detail::to_c(spec, c);
+  detail::to_c(spec, c);
   EXPECT_EQ(c.sauce, 2);
   EXPECT_EQ(c.gx_bits, 4);
-  const auto back = hot::detail::from_c<WideSpec>("call", "spec", c);
+  const auto back = detail::from_c<WideSpec>("call", "spec", c);
   EXPECT_EQ(back.sauce, Sauce::hot);
   EXPECT_EQ(back.low_rank.layout.grid_w, 5);
   c.sauce = 0;  // an enumerator that the field does not accept
   expect_error(invalid, {"call", "spec.sauce is 0", "1 (mild), 2 (hot)"},
-               [&] { hot::detail::from_c<WideSpec>("call", "spec", c); });
+               [&] { detail::from_c<WideSpec>("call", "spec", c); });
 }
 
 TEST(ConfigFields, a_new_field_has_its_name_and_text) {
   WideSpec spec;
   std::string text;
-  hot::detail::with_field<WideSpec>("sauce", [&](const auto& row) {
-    hot::detail::set_field_text(row, "hot", row.get(spec));
-    text = hot::detail::field_text(row, row.get(spec));
+  detail::with_field<WideSpec>("sauce", [&](const auto& row) {
+    detail::set_field_text(row, "hot", row.get(spec));
+    text = detail::field_text(row, row.get(spec));
   });
   EXPECT_EQ(text, "hot");
   EXPECT_EQ(spec.sauce, Sauce::hot);
   const auto set = [&](const char* name, const char* value) {
     return [&spec, name, value] {
-      hot::detail::with_field<WideSpec>(
-          name, [&](const auto& row) { hot::detail::set_field_text(row, value, row.get(spec)); });
+      detail::with_field<WideSpec>(
+          name, [&](const auto& row) { detail::set_field_text(row, value, row.get(spec)); });
     };
   };
   expect_error(invalid, {"sauce", "'none' is not one of 'mild', 'hot'"}, set("sauce", "none"));
@@ -70,20 +71,20 @@ TEST(ConfigFields, a_new_field_has_its_name_and_text) {
 
 TEST(ConfigFields, a_new_field_is_checked_and_in_the_fingerprint) {
   WideSpec spec;
-  hot::detail::check_choices("call", spec);
-  const auto print = [&](hot::detail::Decides part) {
-    hot::detail::Fingerprint out;
-    hot::detail::add_fields(out, spec, part);
+  detail::check_choices("call", spec);
+  const auto print = [&](detail::Decides part) {
+    detail::Fingerprint out;
+    detail::add_fields(out, spec, part);
     return out.value();
   };
-  const std::uint64_t saved = print(hot::detail::in_saved);
-  const std::uint64_t weight = print(hot::detail::in_weight);
+  const std::uint64_t saved = print(detail::in_saved);
+  const std::uint64_t weight = print(detail::in_weight);
   spec.sauce = Sauce::hot;
-  EXPECT_NE(print(hot::detail::in_saved), saved);
-  EXPECT_EQ(print(hot::detail::in_weight), weight);
+  EXPECT_NE(print(detail::in_saved), saved);
+  EXPECT_EQ(print(detail::in_weight), weight);
   spec.sauce = Sauce::none;
   expect_error(invalid, {"call: sauce is ", "expected mild, hot"},
-               [&] { hot::detail::check_choices("call", spec); });
+               [&] { detail::check_choices("call", spec); });
 }
 
 // Every field's text is converted back, and invalid values are refused.
@@ -95,12 +96,11 @@ TEST(ConfigFields, texts) {
   spec.storage = hot::Storage::int4;
   spec.hadamard_block = 64;
   const auto copy = [&] {
-    hot::detail::for_each_field(
-        hot::detail::FieldsOf<hot::BackwardLinearSpec>{}, [&](const auto& row) {
-          const std::string text = hot::detail::field_text(row, row.get(spec));
-          hot::detail::set_field_text(row, text, row.get(back));
-          EXPECT_EQ(hot::detail::field_text(row, row.get(back)), text) << row.name;
-        });
+    detail::for_each_field(detail::FieldsOf<hot::BackwardLinearSpec>{}, [&](const auto& row) {
+      const std::string text = detail::field_text(row, row.get(spec));
+      detail::set_field_text(row, text, row.get(back));
+      EXPECT_EQ(detail::field_text(row, row.get(back)), text) << row.name;
+    });
   };
   copy();
   EXPECT_EQ(back.low_rank.rows, spec.low_rank.rows);
@@ -118,9 +118,8 @@ TEST(ConfigFields, texts) {
              {"storage", "int2"}};
   for (const auto& one : bad) {
     expect_error(invalid, {one.name, std::string("'") + one.text + "' is not"}, [&] {
-      hot::detail::with_field<hot::BackwardLinearSpec>(one.name, [&](const auto& row) {
-        hot::detail::set_field_text(row, one.text, row.get(back));
-      });
+      detail::with_field<hot::BackwardLinearSpec>(
+          one.name, [&](const auto& row) { detail::set_field_text(row, one.text, row.get(back)); });
     });
   }
 }

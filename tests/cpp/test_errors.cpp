@@ -64,9 +64,7 @@ struct Arguments {
       for (int i = view.ndim - 1; i >= 0; --i) {
         view.stride[i] = i == view.ndim - 1 ? 1 : view.stride[i + 1] * view.shape[i + 1];
       }
-      const auto first = reinterpret_cast<std::uintptr_t>(memory.data());
-      view.data = memory.data() + (16 - first % 16) % 16 +
-                  static_cast<std::int64_t>(views.size() - 1) * room;
+      view.data = aligned16(memory.data()) + static_cast<std::int64_t>(views.size() - 1) * room;
     } else {
       numbers[name] = std::stoll(value);
     }

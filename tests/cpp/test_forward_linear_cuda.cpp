@@ -30,10 +30,7 @@ class ForwardLayer {
              bool quantized_x = false) {
     const std::size_t bytes =
         hot::forward_linear_workspace(context, shape_, spec_, quantized, quantized_x);
-    if (scratch_ == nullptr || scratch_->host.size() < bytes) {
-      scratch_ = std::make_unique<Mirrored>(bytes, static_cast<char>(0xA5));
-    }
-    const hot::Workspace workspace{scratch_->on<char>(on_gpu), bytes};
+    const hot::Workspace workspace = grown(scratch_, bytes, on_gpu);
     const ConstTensorView bias = with_bias ? bias_.flat(on_gpu) : TensorView{};
     const ConstTensorView x = x_.view(on_gpu), w = w_.view(on_gpu);
     const auto run = [&](const auto& left) {
@@ -91,13 +88,10 @@ class KeptInput {
     }
     const std::size_t bytes =
         hot::compress_activation_workspace(context, tokens_, in_features_, spec_);
-    if (scratch_ == nullptr || scratch_->host.size() < bytes) {
-      scratch_ = std::make_unique<Mirrored>(bytes, static_cast<char>(0xA5));
-    }
     hot::quantize_forward_input(
         context, x, forward_, out, spec_,
         {kept_.view(on_gpu).data, hot::saved_layout(tokens_, in_features_, spec_).bytes},
-        {scratch_->on<char>(on_gpu), bytes});
+        grown(scratch_, bytes, on_gpu));
   }
   void expect_equal(const std::string& what) {
     codes_.expect_equal(what + ": codes");
@@ -125,16 +119,15 @@ class ForwardLinearCuda : public CudaTest {
   void equals_cpu(ForwardLayer& layer, bool with_bias, bool quantized, const std::string& what,
                   int arch = 0) {
     layer.queue(cpu(4), false, with_bias, quantized);
-    layer.queue(hot::Context::cuda(0, stream_).with_arch(arch), true, with_bias, quantized,
-                random_int(0, 1) == 0);
-    check(cudaStreamSynchronize(stream_));
+    layer.queue(cuda(arch), true, with_bias, quantized, random_int(0, 1) == 0);
+    synchronize();
     layer.y().expect_equal(what);
   }
   void kept_equals_cpu(KeptInput& input, bool kept, const std::string& what, int arch = 0) {
     const hot::Key key{generator()(), generator()(), static_cast<std::uint32_t>(random_int(0, 99))};
     input.queue(cpu(4).with_key(key), false, kept);
-    input.queue(hot::Context::cuda(0, stream_).with_key(key).with_arch(arch), true, kept);
-    check(cudaStreamSynchronize(stream_));
+    input.queue(cuda(arch).with_key(key), true, kept);
+    synchronize();
     input.expect_equal(what);
   }
 };
@@ -177,28 +170,17 @@ TEST_F(ForwardLinearCuda, every_row_of_a_kept_input_equals_cpu) {
 TEST_F(ForwardLinearCuda, a_captured_kept_input_repeats_its_bits) {
   for (const char* const name : {"default", "fast"}) {
     KeptInput input(197, 1024, DType::bf16, 64, recipe(name));
-    const hot::Context context = hot::Context::cuda(0, stream_).with_key({1, 2, 3});
     input.queue(cpu(4).with_key({1, 2, 3}), false);
-    input.queue(context, true);  // loads the kernels before the capture
-    check(cudaStreamSynchronize(stream_));
-    const Graph graph(stream_, [&] { input.queue(context, true); });
-    input.poison(stream_);
-    graph.replay();
-    check(cudaStreamSynchronize(stream_));
+    replay([&] { input.queue(cuda().with_key({1, 2, 3}), true); }, [&] { input.poison(stream_); });
     input.expect_equal(name);
   }
 }
 
 TEST_F(ForwardLinearCuda, a_captured_call_repeats_its_bits) {
   ForwardLayer layer({300, 256, 320}, 64, DType::bf16, DType::f32, DType::bf16, DType::bf16);
-  const hot::Context context = hot::Context::cuda(0, stream_);
   layer.queue(cpu(4), false, true, false);
-  layer.queue(context, true, true, false);  // loads the kernels before the capture
-  check(cudaStreamSynchronize(stream_));
-  const Graph graph(stream_, [&] { layer.queue(context, true, true, false); });
   const TensorView y = layer.y().view(true);
-  check(cudaMemsetAsync(y.data, 0xA5, 300 * 256 * 2, stream_));
-  graph.replay();
-  check(cudaStreamSynchronize(stream_));
+  replay([&] { layer.queue(cuda(), true, true, false); },
+         [&] { check(cudaMemsetAsync(y.data, 0xA5, 300 * 256 * 2, stream_)); });
   layer.y().expect_equal("captured");
 }

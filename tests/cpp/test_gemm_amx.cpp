@@ -69,8 +69,7 @@ class GemmAmx : public testing::Test {
 // Runs a task of `rows` rows of a with panels of b, like gemm.cpp.
 void check(int rows, const std::vector<int>& panels, std::int64_t k, std::int64_t gap,
            std::int8_t fill = 0) {
-  SCOPED_TRACE("rows " + std::to_string(rows) + ", k " + std::to_string(k) + ", gap " +
-               std::to_string(gap));
+  SCOPED_TRACE(words("rows ", rows, ", k ", k, ", gap ", gap));
   const GemmKernels& gemm = hot::detail::simd_amx().gemm;
   const Codes a(rows, k, k + gap);
   if (fill != 0) std::memset(a.memory.codes(), fill, static_cast<std::size_t>(rows * k));

@@ -7,18 +7,10 @@
 #include "plan/plan.h"
 
 using namespace hot_test;
-using hot::detail::GemmArgs;
-using hot::detail::mma_can;
-using hot::detail::mma_choose;
-using hot::detail::mma_plan_of;
-using hot::detail::mma_tile_count;
-using hot::detail::mma_tiles;
-using hot::detail::mma_workspace;
-using hot::detail::MmaCodes;
-using hot::detail::MmaDevice;
-using hot::detail::MmaPart;
-using hot::detail::MmaPlan;
-using hot::detail::MmaProduct;
+using hot::detail::GemmArgs, hot::detail::mma_tile_count, hot::detail::mma_tiles;
+using hot::detail::mma_can, hot::detail::mma_choose, hot::detail::mma_plan_of;
+using hot::detail::mma_workspace, hot::detail::MmaCodes, hot::detail::MmaDevice;
+using hot::detail::MmaPart, hot::detail::MmaPlan, hot::detail::MmaProduct;
 
 namespace {
 
@@ -48,27 +40,23 @@ void mma_gemm(const hot::Context& context, const GemmArgs& args, MmaCodes codes,
 constexpr DType out_types[] = {DType::f32, DType::f16, DType::bf16, DType::i32};
 
 std::string plan_text(const MmaPlan& plan) {
-  return std::string(mma_tiles[plan.tile].name) + ", " + std::to_string(plan.blocks) +
-         " thread blocks, band " + std::to_string(plan.band) + ", " + std::to_string(plan.whole) +
-         " tiles whole, " + std::to_string(plan.shared) + " shared by " +
-         std::to_string(plan.sharers);
+  return words(mma_tiles[plan.tile].name, ", ", plan.blocks, " thread blocks, band ", plan.band,
+               ", ", plan.whole, " tiles whole, ", plan.shared, " shared by ", plan.sharers);
 }
 
 class GemmMmaCuda : public CudaTest {
  protected:
-  hot::Context context() const { return hot::Context::cuda(0, stream_); }
-
   // Runs the product twice, the second time on the result of the first.
   void expect_as_cpu(Problem& problem, bool packed, const MmaPlan& plan) {
     const MmaCodes codes = packed ? MmaCodes::int4 : MmaCodes::int8;
     const GemmArgs args = problem.args(true);
-    ASSERT_TRUE(mma_can(mma_device(context()), mma_product(args, codes), plan.tile));
+    ASSERT_TRUE(mma_can(mma_device(cuda()), mma_product(args, codes), plan.tile));
     const Mirrored workspace(mma_workspace(plan), static_cast<char>(0x5A));
     for (int time = 0; time < 2; ++time) {
-      mma_gemm(context(), args, codes, plan, const_cast<Mirrored&>(workspace).on<void>(true));
+      mma_gemm(cuda(), args, codes, plan, const_cast<Mirrored&>(workspace).on<void>(true));
       problem.run_cpu();
     }
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
     problem.expect_equal(plan_text(plan));
   }
 
@@ -76,14 +64,14 @@ class GemmMmaCuda : public CudaTest {
   void expect_as_cpu(std::int64_t m, std::int64_t n, std::int64_t k, const Options& options,
                      int tile) {
     if (mma_tiles[tile].shared_bytes >
-        hot::detail::mma_shared_block(mma_device(context()).capability)) {
+        hot::detail::mma_shared_block(mma_device(cuda()).capability)) {
       return;
     }
     for (const bool share : {false, true}) {
       Problem problem(m, n, k, options);
       const MmaProduct product =
           mma_product(problem.args(true), options.int4 ? MmaCodes::int4 : MmaCodes::int8);
-      MmaPlan plan = mma_plan_of(mma_device(context()), product, tile, share);
+      MmaPlan plan = mma_plan_of(mma_device(cuda()), product, tile, share);
       expect_as_cpu(problem, options.int4, plan);
       if (product.long_k && !mma_tiles[tile].any) break;  // only one division
       // Fewer thread blocks than tiles, in narrow bands: each computes several tiles.
@@ -104,7 +92,7 @@ class GemmMmaCuda : public CudaTest {
   }
 
   // Whether this GPU can run INT4.
-  bool int4_here() const { return hot::detail::mma_int4(mma_device(context()).capability); }
+  bool int4_here() const { return hot::detail::mma_int4(mma_device(cuda()).capability); }
 
   static Options any_options(bool packed) {
     Options options;
@@ -141,10 +129,8 @@ TEST_F(GemmMmaCuda, every_tile_equals_cpu) {
 TEST_F(GemmMmaCuda, longest_contraction_is_exact) {
   // 128 * 128 * K is the largest sum that 32 bits hold.
   for (int tile = 0; tile < mma_tile_count; ++tile) {
-    Options options;
-    options.dtype = DType::f32;
-    options.extreme = true;
     if (!in_part(tile)) continue;
+    const Options options{DType::f32, Layout::rows, false, true};
     expect_as_cpu(3, 8, hot::detail::int32_safe_k, options, tile);
   }
 }
@@ -153,10 +139,7 @@ TEST_F(GemmMmaCuda, longer_contractions_are_exact) {
   for (int tile = 0; tile < mma_tile_count; ++tile) {
     for (const bool extreme : {false, true}) {
       for (const DType dtype : float_types) {
-        Options options;
-        options.dtype = dtype;
-        options.extreme = extreme;
-        options.accumulate = random_int(0, 1) == 0;
+        const Options options{dtype, Layout::rows, random_int(0, 1) == 0, extreme};
         if (!in_part(tile)) continue;
         expect_as_cpu(3, 8, hot::detail::int32_safe_k + random_int(1, 300000), options, tile);
         if (extreme) continue;
@@ -170,9 +153,8 @@ TEST_F(GemmMmaCuda, longer_contractions_are_exact) {
 // results.
 TEST_F(GemmMmaCuda, a_shared_tile_and_the_next) {
   for (int tile = 0; tile < mma_tile_count; ++tile) {
-    if (mma_tiles[tile].any ||
-        mma_tiles[tile].shared_bytes >
-            hot::detail::mma_shared_block(mma_device(context()).capability)) {
+    if (mma_tiles[tile].any || mma_tiles[tile].shared_bytes >
+                                   hot::detail::mma_shared_block(mma_device(cuda()).capability)) {
       continue;
     }
     for (int round = 0; round < 8; ++round) {
@@ -182,7 +164,7 @@ TEST_F(GemmMmaCuda, a_shared_tile_and_the_next) {
       // Three tiles for two thread blocks: one and a half each.
       Problem problem(2 * mma_tiles[tile].m + random_int(1, mma_tiles[tile].m), mma_tiles[tile].n,
                       steps * mma_tiles[tile].step, options);
-      MmaPlan plan = mma_plan_of(mma_device(context()),
+      MmaPlan plan = mma_plan_of(mma_device(cuda()),
                                  mma_product(problem.args(true), MmaCodes::int8), tile, true);
       plan.band = static_cast<int>(random_int(1, 3));
       plan.blocks = plan.sharers = 2;
@@ -200,7 +182,7 @@ TEST_F(GemmMmaCuda, choice_equals_cpu) {
                     random_int(1, round % 5 == 0 ? 20000 : 2000), options);
     const MmaProduct product = mma_product(problem.args(true), MmaCodes::int8);
     for (const bool may_share : {false, true}) {
-      const MmaPlan plan = mma_choose(mma_device(context()), product, may_share);
+      const MmaPlan plan = mma_choose(mma_device(cuda()), product, may_share);
       if (!may_share) {
         EXPECT_EQ(mma_workspace(plan), 0U);
       }
@@ -211,7 +193,7 @@ TEST_F(GemmMmaCuda, choice_equals_cpu) {
 
 TEST_F(GemmMmaCuda, what_a_tile_cannot_do) {
   Problem problem(64, 64, 64, {});
-  const MmaDevice device = mma_device(context());
+  const MmaDevice device = mma_device(cuda());
   const GemmArgs good = problem.args(true);
   const auto can = [&](const GemmArgs& args, int tile) {
     return mma_can(device, mma_product(args, MmaCodes::int8), tile);

@@ -3,18 +3,10 @@
 #include "support.h"
 
 using namespace hot_test;
-using hot::detail::mma_can;
-using hot::detail::mma_choose;
-using hot::detail::mma_code;
-using hot::detail::mma_plan_of;
-using hot::detail::mma_tile;
-using hot::detail::mma_tile_count;
-using hot::detail::mma_tiles;
-using hot::detail::mma_workspace;
-using hot::detail::MmaDevice;
-using hot::detail::MmaPlan;
-using hot::detail::MmaProduct;
-using hot::detail::MmaTileFacts;
+using hot::detail::mma_can, hot::detail::mma_choose, hot::detail::mma_code;
+using hot::detail::mma_plan_of, hot::detail::mma_tile, hot::detail::mma_tile_count;
+using hot::detail::mma_tiles, hot::detail::mma_workspace, hot::detail::MmaDevice;
+using hot::detail::MmaPlan, hot::detail::MmaProduct, hot::detail::MmaTileFacts;
 
 namespace {
 

@@ -13,16 +13,20 @@ namespace plan = hot::detail::plan;
 
 namespace {
 
-bool small_gemms_can(const GemmArgs* products, int count) {
+std::vector<plan::ProductShape> shapes_of(const std::vector<GemmArgs>& products) {
   std::vector<plan::ProductShape> shapes;
-  for (int i = 0; i < count; ++i) shapes.push_back(plan::product_shape(products[i]));
+  for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
+  return shapes;
+}
+
+bool small_gemms_can(const GemmArgs* products, int count) {
+  const auto shapes = shapes_of({products, products + count});
   return !plan::why_not_small_gemms(shapes.data(), count);
 }
 
 void small_gemms(const hot::Context& context, const std::vector<GemmArgs>& products,
                  const SmallPlan& by) {
-  std::vector<plan::ProductShape> shapes;
-  for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
+  const auto shapes = shapes_of(products);
   const int count = static_cast<int>(products.size());
   plan::Plan steps;
   plan::add_small_gemms(steps, shapes.data(), count, by, plan::Buffer::a | plan::Buffer::b,
@@ -33,17 +37,13 @@ void small_gemms(const hot::Context& context, const std::vector<GemmArgs>& produ
 }
 
 std::string plan_text(const SmallPlan& plan) {
-  return "tile " + std::to_string(plan.tile_m) + ", cluster " + std::to_string(plan.cluster) +
-         ", shares " + std::to_string(plan.share[0]) + " " + std::to_string(plan.share[1]);
+  return words("tile ", plan.tile_m, ", cluster ", plan.cluster, ", shares ", plan.share[0], " ",
+               plan.share[1]);
 }
 
 class GemmSmallCuda : public CudaTest {
  protected:
   using Problems = std::vector<std::unique_ptr<Problem>>;
-
-  hot::Context context(int arch = 0) const {
-    return hot::Context::cuda(0, stream_).with_arch(arch);
-  }
 
   static std::vector<GemmArgs> gpu_args(const Problems& problems) {
     std::vector<GemmArgs> all;
@@ -60,7 +60,7 @@ class GemmSmallCuda : public CudaTest {
       small_gemms(context, products, by);
       for (const auto& problem : problems) problem->run_cpu();
     }
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
     for (const auto& problem : problems) problem->expect_equal(plan_text(by));
   }
 
@@ -80,8 +80,7 @@ class GemmSmallCuda : public CudaTest {
     check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
     facts.sm_count = sm_count;
     if (clusters() && context.arch() != 80) facts.kernels = plan::Feature::clusters;
-    std::vector<plan::ProductShape> shapes;
-    for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
+    const auto shapes = shapes_of(products);
     return plan::small_plan(facts, shapes.data(), static_cast<int>(shapes.size()));
   }
 
@@ -109,7 +108,7 @@ TEST_F(GemmSmallCuda, every_plan_equals_cpu) {
           if (second > 1 || random_int(0, 1) == 0) {
             problems.push_back(problem(any_size(), any_size(), random_int(1, 300)));
           }
-          expect_as_cpu(context(), problems, {tile_m, cluster, {first, second}});
+          expect_as_cpu(cuda(), problems, {tile_m, cluster, {first, second}});
         }
       }
     }
@@ -123,7 +122,7 @@ TEST_F(GemmSmallCuda, every_layout_equals_cpu) {
         Problems problems;
         problems.push_back(
             problem(any_size(), any_size(), any_size(), {dtype, layout, accumulate, false}));
-        expect_as_cpu(context(), problems);
+        expect_as_cpu(cuda(), problems);
       }
     }
   }
@@ -135,7 +134,7 @@ TEST_F(GemmSmallCuda, longest_contraction_is_exact) {
     Problems problems;
     problems.push_back(
         problem(3, 5, hot::detail::int32_safe_k, {DType::f32, Layout::rows, false, true}));
-    expect_as_cpu(context(arch), problems);
+    expect_as_cpu(cuda(arch), problems);
   }
 }
 
@@ -143,9 +142,9 @@ TEST_F(GemmSmallCuda, arch_80_has_no_clusters) {
   Problems problems;
   problems.push_back(problem(64, 64, 4096));
   const std::vector<GemmArgs> products = gpu_args(problems);
-  EXPECT_EQ(small_plan(context(80), products).cluster, 1);
+  EXPECT_EQ(small_plan(cuda(80), products).cluster, 1);
   if (clusters()) {
-    EXPECT_GT(small_plan(context(), products).cluster, 1);
+    EXPECT_GT(small_plan(cuda(), products).cluster, 1);
   }
 }
 

@@ -16,12 +16,8 @@ struct Layout {
   std::int64_t span = 0;   // total elements of memory
 
   TensorView view(char* memory, DType dtype, hot::Device device) const {
-    TensorView view{memory + first * static_cast<std::int64_t>(hot::dtype_size(dtype)),
-                    dtype,
-                    device,
-                    ndim,
-                    {},
-                    {}};
+    const auto size = static_cast<std::int64_t>(hot::dtype_size(dtype));
+    TensorView view{memory + first * size, dtype, device, ndim, {}, {}};
     std::copy(shape, shape + 4, view.shape);
     std::copy(stride, stride + 4, view.stride);
     return view;
@@ -76,11 +72,9 @@ class HadamardCuda : public CudaTest {
   std::vector<char> download(const char* from, std::size_t bytes) {
     std::vector<char> to(bytes);
     check(cudaMemcpyAsync(to.data(), from, bytes, cudaMemcpyDeviceToHost, stream_));
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
     return to;
   }
-  hot::Context cuda() const { return hot::Context::cuda(0, stream_); }
-
   // Compares all of the output's memory: bytes between its elements must keep their poison.
   void compare(const Layout& x, DType x_dtype, const Layout& out, DType out_dtype, int axis,
                int block) {
@@ -103,7 +97,7 @@ class HadamardCuda : public CudaTest {
     std::vector<char> expected = memory_of(normal(x.span), dtype);
     DeviceMemory device(expected.size());
     upload(expected, device.data());
-    check(cudaStreamSynchronize(stream_));  // `expected` changes next
+    synchronize();  // `expected` changes next
     const TensorView host_view = x.view(expected.data(), dtype, {});
     const TensorView device_view = x.view(device.data(), dtype, gpu);
     hot::fwht(cpu(), host_view, axis, block, host_view);
@@ -114,12 +108,10 @@ class HadamardCuda : public CudaTest {
 
   static std::string describe(const Layout& x, DType x_dtype, const Layout& out, DType out_dtype,
                               int axis, int block) {
-    std::string text = "block " + std::to_string(block) + ", axis " + std::to_string(axis) + ", " +
-                       hot::dtype_name(x_dtype) + " -> " + hot::dtype_name(out_dtype) +
-                       ", shape (strides):";
+    std::string text = words("block ", block, ", axis ", axis, ", ", hot::dtype_name(x_dtype),
+                             " -> ", hot::dtype_name(out_dtype), ", shape (strides):");
     for (int d = 0; d < x.ndim; ++d) {
-      text += " " + std::to_string(x.shape[d]) + " (" + std::to_string(x.stride[d]) + ", " +
-              std::to_string(out.stride[d]) + ")";
+      text += words(" ", x.shape[d], " (", x.stride[d], ", ", out.stride[d], ")");
     }
     return text;
   }

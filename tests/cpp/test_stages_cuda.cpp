@@ -21,7 +21,7 @@ class StagesCuda : public CudaTest {
     const hot::Key key = any_key();
     call(context(false, key), false);
     call(context(true, key), true);
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
   }
 
   struct GemmShape {
@@ -32,11 +32,8 @@ class StagesCuda : public CudaTest {
   void compare_aligned_gemm(const GemmShape& shape, DType dtype, bool accumulate, int arch) {
     const std::int64_t M = shape.M, N = shape.N, K = shape.K;
     Mirror a(M, K, DType::i8, 16 * random_int(0, 2)), b(N, K, DType::i8, 16 * random_int(0, 2));
-    for (Mirror* m : {&a, &b}) {
-      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
-      std::memcpy(m->host.data(), values.data(), values.size());
-      m->push();
-    }
+    a.fill_codes();
+    b.fill_codes();
     const std::int64_t a_scales = random_int(0, 2) == 0 ? 1 : M,
                        b_scales = random_int(0, 2) == 0 ? 1 : N;
     Mirror sa(1, a_scales, DType::f32), sb(1, b_scales, DType::f32);
@@ -53,11 +50,10 @@ class StagesCuda : public CudaTest {
         hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), sa.flat(on_gpu), sb.flat(on_gpu),
                        {16, accumulate}, out.view(on_gpu), {scratch.on<void>(on_gpu), bytes});
       }
-      check(cudaStreamSynchronize(stream_));
+      synchronize();
     });
-    out.expect_equal("gemm " + std::string(hot::dtype_name(dtype)) + " " + std::to_string(M) + " " +
-                     std::to_string(N) + " " + std::to_string(K) + ", arch " +
-                     std::to_string(arch) + (accumulate ? ", accumulating" : ""));
+    out.expect_equal(words("gemm ", hot::dtype_name(dtype), " ", M, " ", N, " ", K, ", arch ", arch,
+                           accumulate ? ", accumulating" : ""));
   }
 };
 
@@ -65,11 +61,9 @@ class StagesCuda : public CudaTest {
 
 // Sizes around blocks and CTAs, and a long vector; 1 to 8 ranks; vectors that begin at any element.
 TEST_F(StagesCuda, blocks_equal_cpu) {
-  const std::int64_t sizes[] = {0,           1,           15,
-                                63,          64,          65,
-                                997,         4095,        4097,
-                                64 * 64 * 3, 64 * 64 * 8, random_int(1, 9999),
-                                65536,       104729,      (1 << 20) + random_int(1, 9999)};
+  const std::int64_t any = random_int(1, 9999), large = (1 << 20) + random_int(1, 9999);
+  const std::int64_t sizes[] = {0,    1,     15,    63,  64,    65,     997,  4095,
+                                4097, 12288, 32768, any, 65536, 104729, large};
   for (const std::int64_t n : sizes) {
     for (const DType dtype : float_types) {
       const std::int64_t ranks = random_int(1, 8), parts = random_int(0, 1) * random_int(0, 7) + 1;
@@ -93,15 +87,12 @@ TEST_F(StagesCuda, blocks_equal_cpu) {
                              hot::matrix(base + rank * parts * bytes, DType::i8, parts, bytes, 0,
                                          on_gpu ? gpu : hot::Device{}));
         }
-        TensorView all = hot::vector(base, DType::i8, 0, on_gpu ? gpu : hot::Device{});
-        all.ndim = 3;
-        all.shape[0] = ranks, all.shape[1] = parts, all.shape[2] = bytes;
-        all.stride[0] = parts * bytes, all.stride[1] = bytes, all.stride[2] = 1;
+        const hot::Device device = on_gpu ? gpu : hot::Device{};
+        const TensorView all = cube(base, DType::i8, ranks, parts, bytes, device);
         hot::sum_blocks(c, all, 1.0F / 3, out.flat(on_gpu));
       });
-      const std::string what = std::to_string(n) + " values of " + hot::dtype_name(dtype) + ", " +
-                               std::to_string(ranks) + " ranks, " + std::to_string(parts) +
-                               " parts, " + hot::rounding_name(rounding);
+      const std::string what = words(n, " values of ", hot::dtype_name(dtype), ", ", ranks,
+                                     " ranks, ", parts, " parts, ", hot::rounding_name(rounding));
       wire.expect_equal(what + ": wire");
       out.expect_equal(what + ": sum in " + hot::dtype_name(out_type));
     }
@@ -153,9 +144,9 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
           Mirror a(M, K, DType::i8), b(N, K, DType::i8), out(M, N, dtype);
           Mirror a_scale(1, 1, DType::f32), b_scale(1, N, DType::f32);
           for (Mirror* m : {&a, &b}) {
-            const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
-            std::memcpy(m->host.data(), values.data(), values.size());
-            if (one.largest) std::fill(m->host.begin(), m->host.end(), static_cast<char>(127));
+            m->fill_codes();
+            if (!one.largest) continue;
+            std::fill(m->host.begin(), m->host.end(), static_cast<char>(127));
             m->push();
           }
           a_scale.fill({0x1p-20F});
@@ -167,14 +158,13 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
             hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), a_scale.flat(on_gpu),
                            b_scale.flat(on_gpu), {4, accumulate}, out.view(on_gpu),
                            {scratch.on<void>(on_gpu), scratch.host.size()});
-            check(cudaStreamSynchronize(stream_));
+            synchronize();
           };
           run(context(false, {}), false);
           hot::Context c = context(true, {});
           run(arch == 0 ? c : c.with_arch(arch), true);
-          out.expect_equal(std::string(hot::dtype_name(dtype)) + " " + std::to_string(M) + " " +
-                           std::to_string(N) + " " + std::to_string(K) + " arch " +
-                           std::to_string(arch) + (accumulate ? ", accumulating" : ""));
+          out.expect_equal(words(hot::dtype_name(dtype), " ", M, " ", N, " ", K, " arch ", arch,
+                                 accumulate ? ", accumulating" : ""));
         }
       }
     }
@@ -267,7 +257,7 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
       const hot::Context counting = context(true, key);
       Step step(direct, shape, recipe(name), any_float());
       step.queue(direct);  // loads the kernels before the capture
-      check(cudaStreamSynchronize(stream_));
+      synchronize();
       // The graph increments its counter itself, before the first kernel.
       const Graph graph(stream_, [&] {
         check(cudaMemcpyAsync(counter, counter + 1, sizeof *counter, cudaMemcpyDeviceToDevice,

@@ -77,6 +77,9 @@ std::int64_t differences(const Place& place, const char* left, const char* right
   return different;
 }
 
+// The first place there that is aligned to 64 bytes.
+char* aligned(char* at) { return at + (64 - reinterpret_cast<std::uintptr_t>(at) % 64) % 64; }
+
 std::int64_t elements(const Place& place) { return place.rows * place.cols; }
 
 // Findings of all threads of a test.
@@ -142,8 +145,8 @@ bool ran(const RandomCase& one, const hot::Context& context, const Side& side, F
     one.run(context, side);
     return true;
   } catch (const std::exception& error) {
-    findings.note("case " + std::to_string(one.seed) + " (" + one.what + "), " +
-                  (side.on_gpu ? "CUDA: " : "CPU: ") + error.what());
+    findings.note(words("case ", one.seed, " (", one.what, "), ",
+                        side.on_gpu ? "CUDA: " : "CPU: ", error.what()));
     const std::lock_guard<std::mutex> lock(findings.mutex);
     ++findings.errors;
     return false;
@@ -173,9 +176,8 @@ void compare(const RandomCase& one, const char* cpu, const char* cuda, Findings&
     }
   }
   if (bad_integers + bad_floats + bad_sums > 0) {
-    findings.note("case " + std::to_string(one.seed) + " (" + one.what +
-                  "): " + std::to_string(bad_integers) + " codes, " + std::to_string(bad_floats) +
-                  " results, " + std::to_string(bad_sums) + " sums differ");
+    findings.note(words("case ", one.seed, " (", one.what, "): ", bad_integers, " codes, ",
+                        bad_floats, " results, ", bad_sums, " sums differ"));
   }
   const std::lock_guard<std::mutex> lock(findings.mutex);
   ++findings.cases;
@@ -206,6 +208,11 @@ void on_threads(int count, Findings& findings, const std::function<void(int)>& w
 // Records a property of the running test, in a form that every version of gtest accepts.
 void property(const char* name, std::int64_t value) {
   testing::Test::RecordProperty(name, std::to_string(value));
+}
+
+template <class... Parts>
+void print(const Parts&... parts) {
+  std::printf("%s\n", words(parts...).c_str());
 }
 
 void report(const Findings& findings) {
@@ -274,9 +281,8 @@ TEST_F(TrustCuda, random_cases_equal_cpu) {
   property("integers_compared", findings.integers);
   property("results_compared", findings.floats);
   property("milliseconds", static_cast<std::int64_t>(1e3 * clock.seconds()));
-  std::printf("%lld cases, %lld integers and %lld results compared, %.1f s\n",
-              static_cast<long long>(findings.cases), static_cast<long long>(findings.integers),
-              static_cast<long long>(findings.floats), clock.seconds());
+  print(findings.cases, " cases, ", findings.integers, " integers and ", findings.floats,
+        " results compared, ", clock.seconds(), " s");
   EXPECT_EQ(findings.cases, wanted);
   report(findings);
 }
@@ -316,15 +322,12 @@ TEST_F(TrustCuda, every_plan_equals_cpu) {
   report(findings);
 }
 
-// ---- separate and overlapped launches ----------------------------------------------------------
-
 namespace {
 
 std::uint64_t hash_of(const char* data, std::size_t bytes) {
   std::uint64_t hash = 0x9E3779B97F4A7C15ULL;
-  std::uint64_t word = 0;
-  for (std::size_t at = 0; at < bytes; at += sizeof word) {
-    word = 0;
+  for (std::size_t at = 0; at < bytes; at += 8) {
+    std::uint64_t word = 0;
     std::memcpy(&word, data + at, std::min(sizeof word, bytes - at));
     hash = (hash ^ word) * 0xFF51AFD7ED558CCDULL;
     hash ^= hash >> 32;
@@ -463,11 +466,9 @@ TEST_F(TrustCuda, overlapping_launches_change_nothing) {
   property("cases", static_cast<std::int64_t>(got.size()));
   property("different", different);
   property("milliseconds", static_cast<std::int64_t>(1e3 * clock.seconds()));
-  std::printf("%zu cases, %.1f s\n", got.size(), clock.seconds());
+  print(got.size(), " cases, ", clock.seconds(), " s");
   report(findings);
 }
-
-// ---- threads and streams -----------------------------------------------------------------------
 
 // 64 threads share 8 streams, so that the launches of several layers interleave.
 TEST_F(TrustCuda, threads_on_shared_streams) {
@@ -523,12 +524,10 @@ TEST_F(TrustCuda, threads_on_shared_streams) {
   property("streams", streams);
   property("seconds", static_cast<std::int64_t>(clock.seconds()));
   property("calls", findings.cases);
-  std::printf("%lld calls in %.1f s; free memory before %zu, after %zu\n",
-              static_cast<long long>(findings.cases), clock.seconds(), free_before, free_after);
+  print(findings.cases, " calls in ", clock.seconds(), " s; free memory before ", free_before,
+        ", after ", free_after);
   report(findings);
 }
-
-// ---- sizes past 2^31 ---------------------------------------------------------------------------
 
 namespace {
 
@@ -559,18 +558,15 @@ class LargeArray {
     check(cudaDeviceSynchronize());
   }
   TensorView view(bool on_gpu) {
-    return hot::matrix(static_cast<void*>(on_gpu ? device_.data() : data()), dtype_, rows_, cols_,
-                       0, on_gpu ? gpu : hot::Device{});
+    void* const at = on_gpu ? device_.data() : data();
+    return hot::matrix(at, dtype_, rows_, cols_, 0, on_gpu ? gpu : hot::Device{});
   }
   TensorView flat(bool on_gpu) {
-    return hot::vector(static_cast<void*>(on_gpu ? device_.data() : data()), dtype_, cols_,
-                       on_gpu ? gpu : hot::Device{});
+    void* const at = on_gpu ? device_.data() : data();
+    return hot::vector(at, dtype_, cols_, on_gpu ? gpu : hot::Device{});
   }
   std::size_t bytes() const { return bytes_; }
-  char* data() const {
-    const auto address = reinterpret_cast<std::uintptr_t>(host_.get());
-    return host_.get() + (64 - address % 64) % 64;
-  }
+  char* data() const { return aligned(host_.get()); }
   // Number of bytes that differ.
   std::int64_t different() const {
     std::vector<char> part(std::size_t{256} << 20);
@@ -629,11 +625,11 @@ void compare_large(cudaStream_t stream, const std::string& recipe_name,
     hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, {&vx, &vw, &vb, false},
                          scratch);
     check(cudaStreamSynchronize(stream));
-    std::printf("%s, %s: %.1f s\n", recipe_name.c_str(), on_gpu ? "CUDA" : "CPU", clock.seconds());
+    print(recipe_name, on_gpu ? ", CUDA: " : ", CPU: ", clock.seconds(), " s");
   }
-  EXPECT_EQ(saved.different(), 0) << recipe_name << ": kept x";
-  EXPECT_EQ(gx.different(), 0) << recipe_name << ": g_x";
-  EXPECT_EQ(gw.different(), 0) << recipe_name << ": g_w";
+  for (const auto& [name, array] : {std::pair{"kept x", &saved}, {"g_x", &gx}, {"g_w", &gw}}) {
+    EXPECT_EQ(array->different(), 0) << recipe_name << ": " << name;
+  }
 }
 
 }  // namespace
@@ -643,9 +639,8 @@ TEST_F(TrustCuda, fwht_past_two_to_the_31) {
   const std::int64_t rows = 131200, cols = 16384;  // 2.15e9
   LargeArray x(rows, cols, DType::bf16, true);
   for (const bool on_gpu : {true, false}) {
-    hot::fwht(on_gpu ? hot::Context::cuda(0, stream_) : hot::Context::cpu(0), x.view(on_gpu), 1,
-              128, x.view(on_gpu));
-    check(cudaStreamSynchronize(stream_));
+    hot::fwht(on_gpu ? cuda() : hot::Context::cpu(0), x.view(on_gpu), 1, 128, x.view(on_gpu));
+    synchronize();
   }
   property("elements", rows * cols);
   EXPECT_EQ(x.different(), 0);
@@ -658,16 +653,16 @@ TEST_F(TrustCuda, large_blocks) {
   property("elements", n);
   LargeArray x(1, n, DType::bf16, true), wire(2, bytes, DType::i8, false);
   for (const bool on_gpu : {true, false}) {
-    const hot::Context c = on_gpu ? hot::Context::cuda(0, stream_) : hot::Context::cpu(0);
+    const hot::Context c = on_gpu ? cuda() : hot::Context::cpu(0);
     TensorView row = wire.flat(on_gpu);
     for (std::uint64_t rank = 0; rank < 2; ++rank) {
       row.data =
           static_cast<char*>(wire.view(on_gpu).data) + static_cast<std::int64_t>(rank) * bytes;
       hot::encode_blocks(c.with_key({rank, 8, 9}), x.flat(on_gpu), hot::Rounding::stochastic, row);
     }
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
     hot::sum_blocks(c, wire.view(on_gpu), 0.5F, x.flat(on_gpu));
-    check(cudaStreamSynchronize(stream_));
+    synchronize();
   }
   EXPECT_EQ(wire.different(), 0);
   EXPECT_EQ(x.different(), 0);
@@ -694,8 +689,6 @@ TEST_F(TrustCuda, large_weight) {
   compare_large(stream_, "default", {64, 131072, 16400});
 }
 
-// ---- memory of other kinds ---------------------------------------------------------------------
-
 namespace {
 
 // Compares a layer on CUDA, in memory of another kind, with the CPU.
@@ -708,7 +701,7 @@ void compare_in_memory(cudaStream_t stream, const Make& make) {
   };
   const std::size_t bytes = std::size_t{8} << 20;
   std::vector<char> host(bytes + 64), host_scratch(bytes);
-  char* const base = host.data() + (64 - reinterpret_cast<std::uintptr_t>(host.data()) % 64) % 64;
+  char* const base = aligned(host.data());
   RandomBatch batch(base, bytes, Sizes::small);
   const hot::Context cuda = hot::Context::cuda(0, stream);
   for (std::int64_t i = 0; i < 40; ++i) batch.add(mixed(run_seed(), i), cuda);
@@ -737,8 +730,6 @@ TEST_F(TrustCuda, pinned_memory) {  // the device accesses the host's memory at 
   compare_in_memory(stream_, [](void** at, auto bytes) { return cudaMallocHost(at, bytes); });
 }
 
-// ---- errors of CUDA ----------------------------------------------------------------------------
-
 namespace {
 
 // Layer that runs repeatedly; a large one has kernels that opt in to more shared memory.
@@ -747,7 +738,7 @@ class FaultLayer {
   FaultLayer()
       : host_(size + 64),
         host_scratch_(size),
-        base_(host_.data() + (64 - reinterpret_cast<std::uintptr_t>(host_.data()) % 64) % 64),
+        base_(aligned(host_.data())),
         batch_(base_, size, Sizes::small) {
     if (!batch_.add_layer(3, {1500, 256, 384}, recipe("fast"), DType::bf16, "fast")) {
       throw std::runtime_error("no room");
@@ -829,14 +820,14 @@ TEST_F(TrustCudaChild, DISABLED_illegal_address) {
   // View of missing memory: the launch succeeds and the kernel fails.
   const auto nowhere = reinterpret_cast<void*>(std::uintptr_t{1} << 20);
   const TensorView bad = hot::matrix(nowhere, DType::f32, 64, 64, 0, gpu);
-  hot::fwht(hot::Context::cuda(0, stream_), bad, 1, 16, bad);
+  hot::fwht(cuda(), bad, 1, 16, bad);
   const cudaError_t status = cudaStreamSynchronize(stream_);
   EXPECT_EQ(status, cudaErrorIllegalAddress) << cudaGetErrorName(status);
   // Every later call reports the error and names itself.
   for (int time = 0; time < 2; ++time) {
     const std::string message = cuda_error_of([&] {
       const TensorView good = hot::matrix(nowhere, DType::f32, 64, 64, 0, gpu);
-      hot::fwht(hot::Context::cuda(0, stream_), good, 1, 16, good);
+      hot::fwht(cuda(), good, 1, 16, good);
     });
     EXPECT_NE(message.find("cudaErrorIllegalAddress"), std::string::npos) << message;
     EXPECT_NE(message.find("fwht"), std::string::npos) << message;
@@ -857,13 +848,13 @@ TEST_F(TrustCuda, an_error_of_others_is_not_ours) {
   EXPECT_NE(cudaMemcpy(nullptr, nullptr, 16, static_cast<cudaMemcpyKind>(99)), cudaSuccess);
   const cudaError_t theirs = cudaPeekAtLastError();
   EXPECT_NE(theirs, cudaSuccess);
-  EXPECT_NO_THROW(hot::Context::cuda(0, stream_));
+  EXPECT_NO_THROW(cuda());
   hot::BackwardLinearSpec spec;
-  EXPECT_TRUE(hot::supported(hot::Context::cuda(0, stream_), {64, 64, 64}, spec).ok);
+  EXPECT_TRUE(hot::supported(cuda(), {64, 64, 64}, spec).ok);
   DeviceMemory memory(64 * 64 * 4);
   const TensorView x = hot::matrix(static_cast<void*>(memory.data()), DType::f32, 64, 64, 0, gpu);
-  EXPECT_NO_THROW(hot::fwht(hot::Context::cuda(0, stream_), x, 1, 16, x));
-  check(cudaStreamSynchronize(stream_));
+  EXPECT_NO_THROW(hot::fwht(cuda(), x, 1, 16, x));
+  synchronize();
   EXPECT_EQ(cudaGetLastError(), theirs);
   layer.run(stream_);
   layer.expect_equal("after another library's error");

@@ -100,8 +100,8 @@ class WeightInt4Cuda : public CudaTest {
  protected:
   void equals_cpu(Int4Layer& layer, const std::string& what, int arch = 0) {
     layer.queue(cpu(4), false);
-    layer.queue(hot::Context::cuda(0, stream_).with_arch(arch), true);
-    check(cudaStreamSynchronize(stream_));
+    layer.queue(cuda(arch), true);
+    synchronize();
     layer.expect_equal(what);
   }
 };
@@ -140,8 +140,8 @@ TEST_F(WeightInt4Cuda, a_kept_input_with_exponents_equals_cpu) {
   const auto equals = [&](std::int64_t tokens, std::int64_t ins, DType dtype, const char* kept) {
     Int4Layer layer(tokens, 1, ins, {{64}, 32}, dtype, true, 0, recipe(kept));
     layer.queue_kept(cpu(4), false);
-    layer.queue_kept(hot::Context::cuda(0, stream_).with_key(cpu().key()), true);
-    check(cudaStreamSynchronize(stream_));
+    layer.queue_kept(cuda().with_key(cpu().key()), true);
+    synchronize();
     layer.expect_equal(std::string(kept) + " " + std::to_string(ins));
   };
   for (const std::int64_t ins : {64, 100, 768, 4096, 14336}) {
@@ -154,21 +154,15 @@ TEST_F(WeightInt4Cuda, a_kept_input_with_exponents_equals_cpu) {
 TEST_F(WeightInt4Cuda, every_byte_expands_as_on_the_cpu) {
   for (const int group : {32, 64}) {
     Int4Layer layer(1, 300, 1088, {{64}, group}, DType::bf16, false);
-    layer.expand_any_steps(hot::Context::cuda(0, stream_));
-    check(cudaStreamSynchronize(stream_));
+    layer.expand_any_steps(cuda());
+    synchronize();
     layer.expect_equal(std::to_string(group));
   }
 }
 
 TEST_F(WeightInt4Cuda, a_captured_call_repeats_its_bits) {
   Int4Layer layer(300, 256, 320, {{64}, 32}, DType::bf16, true);
-  const hot::Context context = hot::Context::cuda(0, stream_);
   layer.queue(cpu(4), false);
-  layer.queue(context, true);  // loads the kernels before the capture
-  check(cudaStreamSynchronize(stream_));
-  const Graph graph(stream_, [&] { layer.queue(context, true); });
-  layer.poison(stream_);
-  graph.replay();
-  check(cudaStreamSynchronize(stream_));
+  replay([&] { layer.queue(cuda(), true); }, [&] { layer.poison(stream_); });
   layer.expect_equal("captured");
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import report_of, without_broken_torchvision
+from support import refused, report_of, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 with without_broken_torchvision():
@@ -34,9 +34,7 @@ def test_the_largest_batch_is_found(rng: np.random.Generator) -> None:
     for _ in range(200):
         static, gradients = rng.uniform(5, 50), rng.uniform(0, 20)
         each, fixed, beyond = rng.uniform(0.05, 5), rng.uniform(0, 3), rng.uniform(0.05, 2)
-        lost = rng.choice([1.0, 1.02])
-        limit = 80.0
-
+        lost, limit = rng.choice([1.0, 1.02]), 80.0
         sizes = (static, static + gradients, fixed, each, beyond, lost)
         step = functools.partial(made_step, sizes, limit)
         if step(2) is None:
@@ -66,9 +64,12 @@ def test_no_step_begins_that_would_not_end(rng: np.random.Generator) -> None:
     assert not tried and len(trials) == 2
 
 
+def options_of(folder: Path) -> list[str]:
+    return ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
+
+
 def run(folder: Path, *words: str) -> Any:
-    options = ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
-    return report_of(bench_8b, folder / "8b.json", *options, *words)
+    return report_of(bench_8b, folder / "8b.json", *options_of(folder), *words)
 
 
 def test_contenders_are_paired_and_a_run_goes_on(
@@ -98,8 +99,7 @@ def test_contenders_are_paired_and_a_run_goes_on(
     assert rows[OURS]["loss"] == pytest.approx(rows[PLAIN]["loss"], rel=5e-3)
     assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0]
     lines = list(doc_tables.whole(report))
-    assert len(lines) == 2 + len(names)
-    assert lines[2].startswith(f"| {OURS} | ")
+    assert len(lines) == 2 + len(names) and lines[2].startswith(f"| {OURS} | ")
 
     kept = dict(rows)
     report["whole"][PLAIN] = {"begun": 1}  # its process died
@@ -108,13 +108,10 @@ def test_contenders_are_paired_and_a_run_goes_on(
     assert rows[PLAIN]["loss"] == kept[PLAIN]["loss"] and rows[OURS] == kept[OURS]
     report["whole"][PLAIN] = {"begun": 2}
     (tmp_path / "8b.json").write_text(json.dumps(report))
-    with pytest.raises(SystemExit, match="attention kept"):
-        run(tmp_path, "--contenders", *names)
+    refused(lambda: run(tmp_path, "--contenders", *names), "attention kept", SystemExit)
     assert "twice" in json.loads((tmp_path / "8b.json").read_text())["whole"][PLAIN]["error"]
-    run_size = bench_8b.dataclasses.replace(bench_8b.TOY, length=16)
-    monkeypatch.setattr(bench_8b, "TOY", run_size)
-    with pytest.raises(SystemExit, match="has other settings"):
-        run(tmp_path)
+    monkeypatch.setattr(bench_8b, "TOY", bench_8b.dataclasses.replace(bench_8b.TOY, length=16))
+    refused(lambda: run(tmp_path), "has other settings", SystemExit)
 
 
 def test_a_base_never_exists_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +141,8 @@ def test_memory_that_does_not_suffice_is_no_figure(tmp_path: Path) -> None:
     """A contender that fails is a row with its error, the others run."""
     failing = bench_8b.Contender("bf16", head="torch", settings={}, fp8="no such recipe")
     text = torch.zeros(4, 32, dtype=torch.int64)
-    row = bench_8b.row_of(failing, _arguments(tmp_path), text, lambda: 1.0)
+    arguments = bench_8b.arguments([*options_of(tmp_path)])
+    row = bench_8b.row_of(failing, arguments, text, lambda: 1.0)
     if "torchao does not import" in row.get("left_out", ""):
         pytest.skip("no torchao")
     assert "no such recipe" in row["error"]
-
-
-def _arguments(folder: Path) -> Any:
-    words = ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
-    return bench_8b.arguments(words)

@@ -29,10 +29,7 @@ def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = {kind: value.norm() / value.numel() ** 0.5 for kind, value in exact.items()}
 
     def drawn(*_: Any) -> dict[str, Tensor]:
-        return {
-            kind: 0.9 * value + 0.3 * scale[kind] * torch.randn_like(value)
-            for kind, value in exact.items()
-        }
+        return {k: 0.9 * v + 0.3 * scale[k] * torch.randn_like(v) for k, v in exact.items()}
 
     monkeypatch.setattr(bench_gradients, "draw", drawn)
     figures = bench_gradients.quality(Contender("x", "bf16"), (x, w, gy), 40)
@@ -52,11 +49,8 @@ def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cost() -> None:
     """Every method's bit operations over full precision's, at a shape dominated by products."""
     shape = (1 << 20, 1 << 14, 1 << 14)
-    costs = {
-        c.name: bench_gradients.cost(c, shape, 1 << 13)
-        for task in small_tasks.README
-        for c in small_tasks.contenders(task)
-    }
+    contenders = (c for task in small_tasks.README for c in small_tasks.contenders(task))
+    costs = {c.name: bench_gradients.cost(c, shape, 1 << 13) for c in contenders}
     eighths, fourths = 64 / 1024, 16 / 1024
     expected = {
         "bf16": 1 / 4, "torchao_fp8": eighths, "torchao_int8": eighths, "naive_int4": fourths,
@@ -103,10 +97,9 @@ def test_training_goes_on_after_a_break(tmp_path: Path, capsys: pytest.CaptureFi
     for seed in (0, 1):  # equal first weights and data, so equal first losses
         starts = {tuple(runs[f"vit/{name}/{seed}"]["curve"][0]) for name in ("fp32", "lbp_wht")}
         assert len(starts) == 1
-    losses = [
-        [runs[f"vit/{name}/{seed}"]["val_loss"] for seed in (0, 1)] for name in ("lbp_wht", "fp32")
-    ]
-    gap = sum(a - b for a, b in zip(*losses, strict=True)) / 2
+    a, b = (runs[f"vit/{name}/0"]["val_loss"] + runs[f"vit/{name}/1"]["val_loss"]
+            for name in ("lbp_wht", "fp32"))  # fmt: skip
+    gap = (a - b) / 2
     printed = capsys.readouterr().out
     assert f"| lbp_wht | {gap:+.3f} ±" in printed and "| ViT, digits, 2 seeds |" in printed
     kept = [runs[f"vit/{name}/0"]["linear_saved_bytes"] for name in ("fp32", "lbp_wht")]

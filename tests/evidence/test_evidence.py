@@ -33,9 +33,6 @@ def generator(rng: np.random.Generator) -> torch.Generator:
     return torch.Generator().manual_seed(int(rng.integers(1 << 31)))
 
 
-# ---- data ----
-
-
 def test_photographs_share_no_pixel(rng: np.random.Generator) -> None:
     """No training tile reaches the columns of validation tiles."""
     found = images.Photographs()
@@ -89,8 +86,8 @@ def test_data_sets_in_usual_forms(kind: str, tmp_path: Path, rng: np.random.Gene
     assert data.classes == 10 and data.pixels == side and data.count == 40
     batch, labels = data.batch(6, generator(rng))
     assert batch.shape == (6, 3, side, side) and labels.shape == (6,) and batch.isfinite().all()
-    again = data.half(1).batch(6, generator(np.random.default_rng(3)))
-    assert torch.equal(again[0], data.half(1).batch(6, generator(np.random.default_rng(3)))[0])
+    halves = (data.half(1).batch(6, generator(np.random.default_rng(3)))[0] for _ in range(2))
+    assert torch.equal(*halves)
     held = [(one, *rest) for one, *rest in zip(*(b.split(4) for b in data.validation), strict=True)]
     assert torch.cat([label for _, label in held]).tolist() == list(range(10))
     assert torch.cat([part for part, _ in held]).shape == (10, 3, side, side)
@@ -103,9 +100,8 @@ def test_a_shifted_image_is_mirrored_at_its_edge(rng: np.random.Generator) -> No
     parts = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     every = torch.stack([f for part in parts for f in (part, part.flip(2))]).flatten(1)
     shown, _ = data.batch(30, generator(rng))
-    cosines = torch.nn.functional.cosine_similarity(
-        *(t - t.mean(-1, keepdim=True) for t in (shown.flatten(1)[:, None], every[None])), dim=-1
-    )
+    centred = (t - t.mean(-1, keepdim=True) for t in (shown.flatten(1)[:, None], every[None]))
+    cosines = torch.nn.functional.cosine_similarity(*centred, dim=-1)
     assert cosines.max(1).values.min() > 0.9999  # contrast and brightness differ
 
 
@@ -116,20 +112,14 @@ SUPPLEMENT = ("fp32", "bf16", "naive_int4", "luq", "lbp_wht", "default", "paper 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "task", "methods"),
-    [
-        ("folder", "images-vit", SUPPLEMENT),
-        ("cifar10", "images-resnet18", ("fp32", "lbp_wht")),
-        ("imagenet", "images-resnet18", ("fp32", "default")),
-    ],
-)
+    [("folder", "images-vit", SUPPLEMENT),
+     ("cifar10", "images-resnet18", ("fp32", "lbp_wht")),
+     ("imagenet", "images-resnet18", ("fp32", "default"))],
+)  # fmt: skip
 def test_the_supplements_table(
-    kind: str,
-    task: str,
-    methods: tuple[str, ...],
-    tmp_path: Path,
-    rng: np.random.Generator,
+    kind: str, task: str, methods: tuple[str, ...], tmp_path: Path, rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Two steps on a small fake data set; the table has every method's accuracy."""
     mend_torchvision()
     pytest.importorskip("timm")
@@ -148,9 +138,6 @@ def test_the_supplements_table(
     assert names[2 : 2 + len(methods)] == list(methods)
 
 
-# ---- side by side ----
-
-
 def test_work_side_by_side() -> None:
     work = [(str(i), math.factorial, (i,)) for i in range(5)]
     for jobs in (1, 2):
@@ -160,9 +147,6 @@ def test_work_side_by_side() -> None:
     late = side_by_side.run_all(work, got.__setitem__, budget_s=1e-9)
     assert late == [name for name, *_ in work[len(work) - len(late) :]] and late
     assert len(side_by_side.run_all(work, got.__setitem__, budget_s=60, longest_s=61)) == 5
-
-
-# ---- the paper's tables ----
 
 
 def test_latency(tmp_path: Path) -> None:
@@ -179,9 +163,8 @@ def test_latency(tmp_path: Path) -> None:
 def test_head(tmp_path: Path) -> None:
     words = ["--quick", "--rounds", "2", "--threads", "1", "--contenders", "torch", "hotcore*"]
     report = report_of(bench_head, tmp_path / "head.json", *words)
-    assert set(report["heads"]["toy"]) == {"torch", "hotcore", "hotcore, Liger's chunks"} | {
-        f"hotcore {name}" for name in bench_head.RECIPES
-    }
+    recipes = (f"hotcore {name}" for name in bench_head.RECIPES)
+    assert set(report["heads"]["toy"]) == {"torch", "hotcore", "hotcore, Liger's chunks", *recipes}
     for rows in report["errors"].values():
         assert all(row["gx"] < 0.02 and row["gw"] < 0.02 for row in rows.values())
 
@@ -199,7 +182,6 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def test_the_formula_is_the_papers_figure() -> None:
-    """Every bar of the figure, within what can be read off."""
     mend_torchvision()
     pytest.importorskip("timm")
     for name in ("fp32", "HOT paper"):
@@ -208,9 +190,6 @@ def test_the_formula_is_the_papers_figure() -> None:
         for batch, bar in bench_memory.PAPER_GB[name].items():
             got = (found["fixed_bytes"] + batch * found["image_bytes"]) / 2**30
             assert got == pytest.approx(bar, abs=0.3)
-
-
-# ---- tables, claims and figures ----
 
 
 def test_what_to_switch_on(tmp_path: Path) -> None:
@@ -254,7 +233,6 @@ def test_claims_link_to_what_is_there() -> None:
 
 
 def test_prose_has_the_figures_of_the_table() -> None:
-    """One speed for one model, on every first page."""
     from evidence import RESULTS, speeds
 
     rows = {row.model: row.hot for row in speeds.rows(RESULTS)}
@@ -275,9 +253,8 @@ def test_every_figure(tmp_path: Path) -> None:
 
     plot_evidence.main(["--results", str(RESULTS), "--out", str(tmp_path)])
     drawn = {path.stem: path.read_text() for path in tmp_path.iterdir()}
-    assert drawn.keys() >= {
-        "breakdown", "training-vit", "speed", "loss-time", "shared-gpu", "several-gpus",
-    }  # fmt: skip
+    names = ("breakdown", "training-vit", "speed", "loss-time", "shared-gpu", "several-gpus")
+    assert drawn.keys() >= set(names)
     for name, text in drawn.items():
         page = (ROOT / f"docs/img/{name}.svg").read_text()
         if f"Matplotlib v{matplotlib.__version__}," in page:
@@ -288,7 +265,6 @@ def test_every_figure(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every format, and hotcore's own layers, on random weights."""
     pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
     from evidence import bench_base

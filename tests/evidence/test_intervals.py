@@ -46,8 +46,7 @@ def test_interval() -> None:
 )
 def test_verdict(low: float, high: float, words: str) -> None:
     result = intervals.Interval((low + high) / 2, low, high, 5)
-    assert intervals.verdict(result, 0.01) == words
-    assert intervals.verdict(None, 0.01) == "not shown"
+    assert intervals.verdict(result, 0.01) == words and intervals.verdict(None, 0.01) == "not shown"
 
 
 def test_two_one_sided_tests() -> None:
@@ -55,9 +54,8 @@ def test_two_one_sided_tests() -> None:
     values = [0.001, 0.004, -0.002, 0.003]
     result = intervals.interval(values)
     assert result is not None
-    assert intervals.tost(values, result.high) == pytest.approx(0.025, abs=1e-9)
-    falling = [-value for value in values]
-    assert intervals.tost(falling, result.high) == pytest.approx(0.025, abs=1e-9)
+    for sample in (values, [-value for value in values]):
+        assert intervals.tost(sample, result.high) == pytest.approx(0.025, abs=1e-9)
     assert intervals.tost(values, result.mean) == pytest.approx(0.5)
     assert intervals.tost([0.02, 0.021], 0.01) == pytest.approx(1.0, abs=0.05)
     assert intervals.tost([0.0, 0.0], 0.01) == 0 and intervals.tost([0.1, 0.1], 0.01) == 1
@@ -67,22 +65,16 @@ def test_two_one_sided_tests() -> None:
 def test_steps_to_a_loss() -> None:
     """Interpolation between two points, the first crossing, and no crossing."""
     curve = [(0, 9.0), (40, 5.0), (80, 6.0), (120, 4.0)]
-    assert evidence_tables.steps_to(curve, 5.0) == 40
-    assert evidence_tables.steps_to(curve, 7.0) == 20
-    assert evidence_tables.steps_to(curve, 4.5) == 110
-    assert evidence_tables.steps_to(curve, 3.9) is None
-    assert evidence_tables.steps_to(curve, 9.5) == 0
+    for loss, steps in ((5.0, 40), (7.0, 20), (4.5, 110), (3.9, None), (9.5, 0)):
+        assert evidence_tables.steps_to(curve, loss) == steps
 
 
 def test_a_planned_size_counts_whole_seeds(tmp_path: Path) -> None:
     """Seed 3 lacks a contender and counts for none; `fast`, planned for two seeds, stops none."""
     gaps = {"bf16": [0.0] * 4, "default": [0.01, 0.02, 0.03, 9.0], "fast": [0.1, 0.2]}
     gaps["FP8 tensorwise"] = [0.0] * 3
-    curves = {
-        f"{n}/{i}": [(0, 9.0), (4, 2 + g)]
-        for n, gs in gaps.items()
-        for i, g in reversed(list(enumerate(gs)))
-    }
+    runs = ((n, i, g) for n, gs in gaps.items() for i, g in reversed(list(enumerate(gs))))
+    curves = {f"{n}/{i}": [(0, 9.0), (4, 2 + g)] for n, i, g in runs}
     report = {
         "settings": {"steps": 4, "size": {"batch": 1, "context": 8, "validation_batches": 1}},
         "runs": {k: {"curve": c, "validation_loss": c[-1][1]} for k, c in curves.items()},
@@ -92,9 +84,8 @@ def test_a_planned_size_counts_whole_seeds(tmp_path: Path) -> None:
     }
     (tmp_path / "cuda-gpt-25M-20.json").write_text(json.dumps(report))
     lines = list(evidence_tables.decided(tmp_path, "25M-20"))
-    rows = {
-        line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:5]] for line in lines[2:6]
-    }
+    cells = ([cell.strip() for cell in line.split("|")] for line in lines[2:6])
+    rows = {name: row for _, name, *row in cells}
     assert rows["bf16's loss, ± deviation"][0] == "3" and rows["default"][0] == "3"
     assert rows["default"][1].startswith("+0.0200") and rows["FP8 tensorwise"][0] == "3"
     assert rows["default"][2] == "+0.0100, +0.0200, +0.0300"

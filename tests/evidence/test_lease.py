@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support import refused
 
 torch = pytest.importorskip("torch")
 for needed in ("sklearn", "tqdm", "tokenizers"):
@@ -57,14 +58,17 @@ def cut_and_resumed(rank: int, device: str, *, folder: str) -> None:
         assert len(rest) == 2 and cut + rest == whole, (model, cut, rest, whole)
 
 
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
 @pytest.mark.long
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@needs_gloo
 def test_a_run_on_two_processes_resumes_to_the_same_bits(tmp_path: Path) -> None:
     plans.spawn(functools.partial(cut_and_resumed, folder=str(tmp_path)))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@needs_gloo
 @pytest.mark.parametrize("model", ["llama_8b", "vit_l"])
 def test_speeds_with_gradients_in_a_byte_go_on_from_a_report(model: str, tmp_path: Path) -> None:
     """A second call measures what lacks. Gradients take 1.0625 bytes a value in place of 2 or 4."""
@@ -87,7 +91,7 @@ def test_speeds_with_gradients_in_a_byte_go_on_from_a_report(model: str, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@needs_gloo
 @pytest.mark.parametrize("model", several.GPTS)
 def test_a_gpt_with_a_byte_on_the_wire(model: str, tmp_path: Path) -> None:
     """Losses fall beside bf16's. A report goes on with its own text alone, and gives a table."""
@@ -104,19 +108,16 @@ def test_a_gpt_with_a_byte_on_the_wire(model: str, tmp_path: Path) -> None:
     for row in (plain, byte):
         assert len(row["losses"]) == 8 and row["losses"][0] - row["validation_loss"] > 0.3
     assert 0 < abs(byte["validation_loss"] - plain["validation_loss"]) < 0.05
-    table = "\n".join(several_tables.wire_losses(tmp_path))
-    assert (
-        f", {names[1]} | 1 | {byte['validation_loss'] - plain['validation_loss']:+.4f} |" in table
-    )
-    with pytest.raises(SystemExit, match="other settings"):
-        several.main([*words, "--steps", "9"])
+    gap = byte["validation_loss"] - plain["validation_loss"]
+    assert f", {names[1]} | 1 | {gap:+.4f} |" in "\n".join(several_tables.wire_losses(tmp_path))
+    refused(lambda: several.main([*words, "--steps", "9"]), "other settings", SystemExit)
 
 
 def test_gaps_beyond_the_seeds_spread() -> None:
     assert not several_tables.differs([-0.01, 0.0, 0.02], 0.01)
-    assert several_tables.differs([-0.01, 0.0, 0.06], 0.01)  # the mean
-    assert several_tables.differs([0.004, 0.005, 0.006], 0.01)  # the interval
-    assert several_tables.differs([float("nan")] * 3, 0.01)
+    # the mean, the interval, no numbers
+    for gaps in ([-0.01, 0.0, 0.06], [0.004, 0.005, 0.006], [float("nan")] * 3):
+        assert several_tables.differs(gaps, 0.01)
 
 
 def test_the_wire_predicts_what_was_measured() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -33,9 +32,7 @@ SIMULATED = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def seeded(rng: np.random.Generator) -> None:
-    torch.manual_seed(int(rng.integers(1 << 62)))
+pytestmark = pytest.mark.usefixtures("seeded_torch")
 
 
 class Net(nn.Module):
@@ -89,9 +86,6 @@ def unbiased(draw: Callable[[], Tensor], exact: Tensor, count: int) -> None:
     assert z.abs().max() < 5.5, z
 
 
-# ---- all of them ----
-
-
 @pytest.mark.parametrize("method", SIMULATED)
 def test_drop_in(method: str) -> None:
     """The forward is the same unless the name says otherwise; gradients have the same sign."""
@@ -112,9 +106,7 @@ def test_drop_in(method: str) -> None:
     gy = torch.randn_like(expected)
     y.backward(gy)
     expected.backward(gy)
-    for (name, mine), (_, theirs) in zip(
-        model.named_parameters(), plain.named_parameters(), strict=True
-    ):
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None and theirs.grad is not None, name
         if name == "down.bias" and method != "luq_forward":  # no rival's product is before it
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.02, atol=1e-5)
@@ -124,7 +116,6 @@ def test_drop_in(method: str) -> None:
     torch.testing.assert_close(model(x), plain.eval()(x), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("seeded_torch")  # restores the threads
 def test_a_method_in_a_file_has_rows_in_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,8 +141,7 @@ def test_a_method_in_a_file_has_rows_in_the_tables(
     words = ["--at", "0", "--draws", "2", "--batches", "2", "--json", "gradients.json"]
     bench_gradients.main(["--methods", "luq;signs.py:SignGradient", *small[2:], *words])
     assert re.search(r"\| SignGradient \|( 0\.\d+ \|){4}  \| 1\.00 \|", capsys.readouterr().out)
-    with pytest.raises(ValueError, match="signs.py:Best: 'Best' is no subclass"):
-        rivals.convert(Net(), "signs.py:Best")
+    refused(lambda: rivals.convert(Net(), "signs.py:Best"), "signs.py:Best: 'Best' is no subclass")
     with pytest.raises(SystemExit):
         bench_training.main(["--methods", "fp32;other.py:Best", "--json", "none.json"])
     assert "other.py:Best: there is no 'other.py'" in capsys.readouterr().err
@@ -165,8 +155,7 @@ def test_exact_where_nothing_is_lost(method: str, kind: str) -> None:
     # of +-1 and 0. Values are constant along the tokens, so only row 0 is not zero.
     if kind == "linear":
         layer: nn.Module = nn.Linear(16, 16, bias=False)
-        x = torch.ones(2, 16, 1) * _signs(1, 1, 16)
-        gy = torch.ones(2, 16, 1) * _signs(1, 1, 16)
+        x, gy = (torch.ones(2, 16, 1) * _signs(1, 1, 16) for _ in range(2))
     else:
         layer = nn.Conv2d(16, 16, 1, stride=2, bias=False)
         x, gy = torch.ones(2, 16, 7, 7), torch.ones(2, 16, 4, 4) * _signs(1, 16, 1, 1)
@@ -190,8 +179,7 @@ def _signs(*shape: int) -> Tensor:
 def test_same_layers_as_hotcore() -> None:
     """Rivals take the default filter's layers, and name those of kinds without a product."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    assert taken_by_hotcore(model) == ["0"]
-    assert rivals.convert(model, "luq").names == ("0",)
+    assert taken_by_hotcore(model) == ["0"] and rivals.convert(model, "luq").names == ("0",)
     assert type(model[1]) is nn.Linear
     mixed = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(64, 64, 3, padding="same"))
     done = rivals.convert(mixed, "luq", everything)
@@ -200,21 +188,17 @@ def test_same_layers_as_hotcore() -> None:
         fresh = nn.Sequential(nn.Linear(64, 64))
         assert rivals.convert(fresh, name).names == ("0",)
         assert type(fresh[0]) is hot.HotLinear and fresh[0].config.name == name
-    with pytest.raises(ValueError, match="method: 'best' is none of fp32"):
-        rivals.convert(model, "best")
-    with pytest.raises(ValueError, match="method: 0.5 is none of fp32.*and no CustomBackward"):
-        rivals.convert(Net(), 0.5)  # type: ignore[arg-type]
+    refused(lambda: rivals.convert(model, "best"), "method: 'best' is none of fp32")
+    says = "method: 0.5 is none of fp32.*and no CustomBackward"
+    refused(rivals.convert, says, ValueError, Net(), 0.5)
     done = rivals.convert(Net(), hot.CustomBackward(), everything)  # see test_custom.py
     assert (done.method, done.names, done.left) == ("CustomBackward", ("conv", "up", "down"), {})
-    with pytest.raises(TypeError, match="the class CustomBackward; make an object of it first"):
-        rivals.convert(Net(), hot.CustomBackward)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="CustomBackward: settings are for methods by name"):
-        rivals.convert(Net(), hot.CustomBackward(), rank=8)
-    with pytest.raises(ValueError, match="takes none"):
-        rivals.convert(nn.Sequential(nn.Conv2d(64, 64, 3, padding="same")), "luq", everything)
-
-
-# ---- INT4 ----
+    says = "the class CustomBackward; make an object of it first"
+    refused(rivals.convert, says, TypeError, Net(), hot.CustomBackward)
+    says = "CustomBackward: settings are for methods by name"
+    refused(rivals.convert, says, TypeError, Net(), hot.CustomBackward(), rank=8)
+    same = nn.Sequential(nn.Conv2d(64, 64, 3, padding="same"))
+    refused(lambda: rivals.convert(same, "luq", everything), "takes none")
 
 
 def test_naive_int4() -> None:
@@ -226,9 +210,6 @@ def test_naive_int4() -> None:
     wq, xq = quantizers.int_values(w, 4), codes * scale
     unbiased(lambda: gradients("naive_int4", x, w, gy)[0], gy @ wq, 300)
     unbiased(lambda: gradients("naive_int4", x, w, gy)[1], torch.einsum("bto,bti->oi", gy, xq), 300)
-
-
-# ---- LUQ ----
 
 
 def test_luq_values_are_fp4() -> None:
@@ -253,21 +234,13 @@ def test_luq_products() -> None:
     assert len(wq.unique()) <= 15 and 0.05 < (wq - w).norm() / w.norm() < 0.3
     unbiased(lambda: gradients("luq", x, w, gy)[0], gy @ wq, 400)
     unbiased(lambda: gradients("luq", x, w, gy)[1], torch.einsum("bto,bti->oi", gy, xq), 400)
-    layer = nn.Sequential(nn.Linear(24, 32, bias=False))
-    layer[0].weight = nn.Parameter(w)
-    rivals.convert(layer, "luq_forward", everything)
+    layer = model_of("luq_forward", w)
     torch.testing.assert_close(layer(x), xq @ wq.t())
     assert (layer.eval()(x) == F.linear(x, w)).all()
-    kept = nn.Sequential(nn.Linear(24, 32, bias=False))
-    kept[0].weight = nn.Parameter(w)
-    rivals.convert(kept, "luq", everything, forward=True, in_eval=True)
+    kept = model_of("luq", w, forward=True, in_eval=True)
     with torch.no_grad():
         torch.testing.assert_close(kept.eval()(x), xq @ wq.t())
-    with pytest.raises(ValueError, match="in_eval"):
-        rivals.method_of("luq", in_eval=True)
-
-
-# ---- LBP-WHT ----
+    refused(lambda: rivals.method_of("luq", in_eval=True), "in_eval")
 
 
 def walsh_images(rank: int) -> Tensor:
@@ -289,9 +262,8 @@ def test_lbp_wht_tiles(prefix: int) -> None:
             for left in range(0, 12, 4):
                 tile = grid[:, top : top + 4, left : left + 4].clone()
                 result = torch.einsum("rhw,bhwc->brc", bases, tile) / 16
-                grid[:, top : top + 4, left : left + 4] = torch.einsum(
-                    "brc,rhw->bhwc", result, bases
-                )
+                back = torch.einsum("brc,rhw->bhwc", result, bases)
+                grid[:, top : top + 4, left : left + 4] = back
         return torch.cat([v[:, :prefix], grid.flatten(1, 2)], dim=1)
 
     torch.testing.assert_close(gx, projected(gy) @ w, rtol=1e-4, atol=1e-4)
@@ -312,15 +284,11 @@ def test_lbp_wht_is_biased_and_keeps_half() -> None:
 
 
 def kept_bytes(method: str, x: Tensor, w: Tensor) -> int:
-    model = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False))
-    rivals.convert(model, method, everything)
+    model = model_of(method, w)
     with saved_tensors(leaves=True) as kept:
         model(x.clone().requires_grad_())
     own = model[0].weight.data_ptr()
     return sum(t.numel() * t.element_size() for t in kept if t.data_ptr() != own)
-
-
-# ---- The authors' code ----
 
 
 def test_authors_rows() -> None:
@@ -344,21 +312,17 @@ def test_authors_gw(tokens: int, n: int) -> None:
     assert len(rows) == {1: 1, 16: 10, 64: 36}[n]
     total = torch.zeros(16, 12)
     for i in range(2):
-        low_x, low_gy = (
-            torch.einsum("rn,knc->krc", rows, v[i].reshape(-1, n, v.shape[2])).flatten(0, 1)
-            for v in (x, gy)
-        )
+        parts = (v[i].reshape(-1, n, v.shape[2]) for v in (x, gy))
+        low_x, low_gy = (torch.einsum("rn,knc->krc", rows, v).flatten(0, 1) for v in parts)
         clip = 12.1 * low_x.square().mean().sqrt() - 12.2 * low_x.abs().mean()
         scale = clip / 127
         total += low_gy.t() @ ((low_x.clamp(-clip, clip) / scale).round() * scale) / n
     kept = kept_bytes("authors_hot", x, w)
     assert kept == 2 * (tokens * len(rows) // n * 12 + 4)  # codes and a scale per sample
     unbiased(lambda: gradients("authors_hot", x, w, gy)[1], total, 300)
-    four, eight = (
-        torch.stack([gradients("authors_hot", x, w, gy, gw_bits=b)[1] for _ in range(20)]).std(0)
-        for b in (4, 8)
-    )
-    assert four.mean() > 10 * eight.mean()
+    draws = ([gradients("authors_hot", x, w, gy, gw_bits=b)[1] for _ in range(20)] for b in (4, 8))
+    four, eight = (torch.stack(some).std(0).mean() for some in draws)
+    assert four > 10 * eight
 
 
 def test_authors_gx() -> None:
@@ -370,14 +334,9 @@ def test_authors_gx() -> None:
     wq = (turned.clamp(-clip, clip) / (clip / 7)).round() * clip / 7
     exact = hotcore.fwht(gy, block=16) @ wq / 16
     unbiased(lambda: gradients("authors_hot", x, w, gy)[0], exact, 300)
-    errors = [
-        (g - exact).norm(dim=2) / exact.norm(dim=2)
-        for g in (gradients("authors_hot", x, w, gy)[0], gradients("naive_int4", x, w, gy)[0])
-    ]
+    found = (gradients(method, x, w, gy)[0] for method in ("authors_hot", "naive_int4"))
+    errors = [(g - exact).norm(dim=2) / exact.norm(dim=2) for g in found]
     assert errors[0].max() < 0.6 and errors[1].max() > 3
-
-
-# ---- ActNN's two bits ----
 
 
 def test_actnn_layer() -> None:
@@ -394,9 +353,6 @@ def test_actnn_layer() -> None:
         conv(torch.randn(2, 8, 16, 16, requires_grad=True))
     sizes = [t.numel() * t.element_size() for t in kept if t.dtype != torch.float32]
     assert sum(sizes) == 4096 // 4 + 4 * 16  # pixels, not the nine-fold unfolded ones
-
-
-# ---- Full precision, LoRA, torchao ----
 
 
 def near(value: tuple[Tensor, ...], x: Tensor, w: Tensor, gy: Tensor, bound: float) -> None:

@@ -79,6 +79,12 @@ class Calls {
     return colon == std::string::npos ? text : text.substr(colon);
   }
 
+  // One of three values, or rarely any number.
+  template <class Enum>
+  Enum some_enum() {
+    return static_cast<Enum>(input_.rarely() ? input_.any<std::uint8_t>() : input_.from(0, 2));
+  }
+
   void fwht() {
     const int dims = input_.from(1, 4);
     const int block = input_.rarely() ? input_.wild_int() : 1 << input_.from(0, 7);
@@ -110,10 +116,8 @@ class Calls {
   void quantize() {
     hot::QuantSpec spec;
     spec.bits = input_.rarely() ? input_.wild_int() : input_.flip() ? 4 : 8;
-    spec.scale = static_cast<hot::Granularity>(input_.rarely() ? input_.any<std::uint8_t>()
-                                                               : input_.from(0, 2));
-    spec.rounding = static_cast<hot::Rounding>(input_.rarely() ? input_.any<std::uint8_t>()
-                                                               : input_.from(0, 2));
+    spec.scale = some_enum<hot::Granularity>();
+    spec.rounding = some_enum<hot::Rounding>();
     const std::int64_t rows = input_.size(), cols = input_.size();
     const bool packed = input_.flip();
     const TensorView x = memory_.array({rows, cols}, some_float(input_), false);
@@ -127,8 +131,7 @@ class Calls {
   void dequantize() {
     const std::int64_t rows = input_.size(), cols = input_.size();
     const bool packed = input_.flip();
-    const auto granularity = static_cast<hot::Granularity>(
-        input_.rarely() ? input_.any<std::uint8_t>() : input_.from(0, 2));
+    const auto granularity = some_enum<hot::Granularity>();
     const TensorView q = memory_.array({rows, packed ? (cols + 1) / 2 : cols},
                                        packed ? DType::i4x2 : DType::i8, false);
     const TensorView scale =
@@ -158,8 +161,7 @@ class Calls {
       const TensorView wire = memory_.array({input_.from(1, 4), parts, bytes}, byte, false);
       check([&] { return api_.sum_blocks(wire, 0.5F, values); });
     } else {
-      const auto rounding = static_cast<hot::Rounding>(input_.rarely() ? input_.any<std::uint8_t>()
-                                                                       : input_.from(0, 2));
+      const auto rounding = some_enum<hot::Rounding>();
       const TensorView wire = memory_.array({parts, bytes}, byte, true);
       check([&] { return api_.encode_blocks(values, rounding, wire); });
     }
@@ -183,11 +185,10 @@ class Calls {
     spec.accumulate = !bare && input_.flip();
     const std::int64_t said = input_.rarely() ? input_.wild() : k;
     // Uses the fields of the views, since one of them may be broken.
-    const auto needed = asked([&] {
+    const auto workspace = memory_.workspace(asked([&] {
       return hot::gemm_workspace(api_.context(), a.shape[0], b.shape[0],
                                  packed ? said : a.shape[1]);
-    });
-    const hot::Workspace workspace = memory_.workspace(needed);
+    }));
     check([&] {
       return packed ? api_.gemm_int4(a, b, said, a_scale, b_scale, spec, out, workspace)
                     : api_.gemm_int8(a, b, a_scale, b_scale, spec, out, workspace);
@@ -211,22 +212,17 @@ class Calls {
     if (size > 0 && input_.rarely()) size = input_.from<std::size_t>(0, size - 1);
     hot::SavedActivation saved{memory_.bytes(size + more, true, align), size + more};
     if (input_.rarely(40)) saved.data = nullptr;
-    const auto needed =
-        asked([&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); });
-    const hot::Workspace workspace = memory_.workspace(needed);
+    const auto workspace = memory_.workspace(asked(
+        [&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); }));
     check([&] { return api_.compress_activation(x, spec, saved, workspace); });
   }
 
   hot::ConstSavedActivation some_saved(std::int64_t tokens, std::int64_t in,
                                        const hot::BackwardLinearSpec& spec) {
-    hot::ConstSavedActivation saved{};
-    saved.bytes = asked([&] { return hot::saved_layout(tokens, in, spec).bytes; }, 64);
-    saved.data = memory_.bytes(saved.bytes, false, 16);
-    saved.tokens = tokens;
-    saved.in_features = in;
-    saved.key = {7, input_.any<std::uint8_t>(), 3, nullptr};
-    saved.format = asked([&] { return hot::saved_format(spec); }, 1);
-    return saved;
+    const std::size_t bytes = asked([&] { return hot::saved_layout(tokens, in, spec).bytes; }, 64);
+    void* const data = memory_.bytes(bytes, false, 16);
+    const hot::Key key{7, input_.any<std::uint8_t>(), 3, nullptr};
+    return {data, bytes, tokens, in, key, asked([&] { return hot::saved_format(spec); }, 1)};
   }
 
   void decompress() {
@@ -257,10 +253,17 @@ class Calls {
     const TensorView w = memory_.array({out, in}, some_float(input_), false);
     const auto kept = some_room<hot::QuantizedWeight>(
         asked([&] { return hot::quantized_weight_bytes(out, in, spec); }, 64));
-    const auto needed =
-        asked([&] { return hot::quantize_weight_workspace(api_.context(), out, in, spec); });
-    const hot::Workspace workspace = memory_.workspace(needed);
+    const auto workspace = memory_.workspace(
+        asked([&] { return hot::quantize_weight_workspace(api_.context(), out, in, spec); }));
     check([&] { return api_.quantize_weight(w, spec, kept, workspace); });
+  }
+
+  template <class Bytes, class Format>
+  hot::ConstQuantizedWeight some_weight(const hot::LinearShape& shape, const Bytes& size,
+                                        const Format& format) {
+    const std::size_t bytes = asked(size, 64);
+    void* const data = memory_.bytes(bytes, false, 16);
+    return {data, bytes, shape.out_features, shape.in_features, asked(format, 1)};
   }
 
   void backward() {
@@ -275,13 +278,10 @@ class Calls {
     if (want_gx && !quantized) {
       w = memory_.array({shape.out_features, shape.in_features}, some_float(input_), false);
     } else if (want_gx) {
-      kept.bytes = asked(
+      kept = some_weight(
+          shape,
           [&] { return hot::quantized_weight_bytes(shape.out_features, shape.in_features, spec); },
-          64);
-      kept.data = memory_.bytes(kept.bytes, false, 16);
-      kept.out_features = shape.out_features;
-      kept.in_features = shape.in_features;
-      kept.format = asked([&] { return hot::weight_format(spec); }, 1);
+          [&] { return hot::weight_format(spec); });
       if (twist && input_.flip()) {
         input_.one_of({[&] { kept.out_features = input_.wild(); },
                        [&] { kept.in_features = input_.wild(); },
@@ -295,19 +295,15 @@ class Calls {
       if (twist && input_.flip()) spoil_saved(input_, memory_, saved);
     }
     TensorView gx{}, gw{}, gb{};
+    const auto output = [&](bool want, TensorView& view, const std::vector<std::int64_t>& sizes) {
+      if (want) view = memory_.array(sizes, some_float(input_), true);
+      return want ? &view : nullptr;
+    };
+    const std::vector<std::int64_t> none;
     hot::BackwardOutputs out;
-    if (want_gx) {
-      gx = memory_.array(batched(shape.tokens, shape.in_features), some_float(input_), true);
-      out.gx = &gx;
-    }
-    if (want_gw) {
-      gw = memory_.array({shape.out_features, shape.in_features}, some_float(input_), true);
-      out.gw = &gw;
-    }
-    if (want_gb) {
-      gb = memory_.array({shape.out_features}, some_float(input_), true);
-      out.gb = &gb;
-    }
+    out.gx = output(want_gx, gx, want_gx ? batched(shape.tokens, shape.in_features) : none);
+    out.gw = output(want_gw, gw, {shape.out_features, shape.in_features});
+    out.gb = output(want_gb, gb, {shape.out_features});
     out.accumulate = input_.flip();
     const auto needed = asked([&] {
       return hot::backward_linear_workspace(api_.context(), shape, spec, want_gx, want_gw);
@@ -358,9 +354,8 @@ class Calls {
     }
     const auto saved = some_room<hot::SavedActivation>(
         asked([&] { return hot::saved_layout(tokens, in, spec).bytes; }, 64));
-    const auto needed =
-        asked([&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); });
-    const hot::Workspace workspace = memory_.workspace(needed);
+    const auto workspace = memory_.workspace(asked(
+        [&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); }));
     check(
         [&] { return api_.quantize_forward_input(x, forward_spec, out, spec, saved, workspace); });
   }
@@ -398,13 +393,10 @@ class Calls {
     if (!quantized) {
       w = memory_.array({shape.out_features, shape.in_features}, some_float(input_), false);
     } else {
-      kept.bytes = asked(
+      kept = some_weight(
+          shape,
           [&] { return hot::forward_weight_bytes(shape.out_features, shape.in_features, spec); },
-          64);
-      kept.data = memory_.bytes(kept.bytes, false, 16);
-      kept.out_features = shape.out_features;
-      kept.in_features = shape.in_features;
-      kept.format = asked([&] { return hot::forward_weight_format(spec); }, 1);
+          [&] { return hot::forward_weight_format(spec); });
       if (twist) spoil_bytes(input_, memory_, kept);
     }
     if (input_.flip()) bias = memory_.array({shape.out_features}, some_float(input_), false);

@@ -347,8 +347,6 @@ class Memory {
   bool shared_ = false, in_place_ = false, spoiled_ = false, odd_ = false;
 };
 
-// ---- specs -------------------------------------------------------------------------------------
-
 inline hot::BackwardLinearSpec good_spec(Input& input) {
   const auto names = hot::recipe_names();
   auto spec = hot::recipe(names[input.from<std::size_t>(0, names.size() - 1)]);

@@ -6,6 +6,14 @@
 namespace {
 
 using namespace hot_fuzz;
+using View = const TensorView&;
+using Spec = const hot::BackwardLinearSpec&;
+using ForwardSpec = const hot::ForwardLinearSpec&;
+using Room = const hot::Workspace&;
+using Weight = const hot::ConstQuantizedWeight&;
+using QuantizedX = const hot::ConstQuantizedInput&;
+using Saved = const hot::ConstSavedActivation&;
+using Outputs = const hot::BackwardOutputs&;
 
 class CApi {
  public:
@@ -24,107 +32,80 @@ class CApi {
   void begin() { refused_ = nullptr; }
   const char* refused() const { return refused_; }
 
-  Outcome fwht(const TensorView& x, int axis, int block, const TensorView& out) {
-    return ended(hot_fwht(handle(), tensor(x), axis, block, tensor(out)));
+// A function of libhot by its name in C++, with the context before the arguments.
+#define HOT_CALL(name)                                        \
+  template <class... Arguments>                               \
+  Outcome name(const Arguments&... arguments) {               \
+    return ended(hot_##name(handle(), passed(arguments)...)); \
   }
-  Outcome hla(const TensorView& x, const hot::BackwardLinearSpec& spec, hot::Side side,
-              const TensorView& out) {
-    return ended(hot_hla(handle(), tensor(x), spec_of(spec), static_cast<int>(side), tensor(out)));
-  }
-  Outcome quantize(const TensorView& x, const hot::QuantSpec& spec, const TensorView& q,
-                   const TensorView& scale) {
+  HOT_CALL(fwht)
+  HOT_CALL(hla)
+  HOT_CALL(dequantize)
+  HOT_CALL(pack_int4)
+  HOT_CALL(unpack_int4)
+  HOT_CALL(encode_blocks)
+  HOT_CALL(sum_blocks)
+  HOT_CALL(decompress_activation)
+#undef HOT_CALL
+  Outcome quantize(View x, const hot::QuantSpec& spec, View q, View scale) {
     return ended(hot_quantize(handle(), tensor(x), spec.bits, static_cast<int>(spec.scale),
                               static_cast<int>(spec.rounding), tensor(q), tensor(scale)));
   }
-  Outcome dequantize(const TensorView& q, const TensorView& scale, hot::Granularity granularity,
-                     const TensorView& out) {
-    return ended(hot_dequantize(handle(), tensor(q), tensor(scale), static_cast<int>(granularity),
-                                tensor(out)));
-  }
-  Outcome pack_int4(const TensorView& q, const TensorView& out) {
-    return ended(hot_pack_int4(handle(), tensor(q), tensor(out)));
-  }
-  Outcome unpack_int4(const TensorView& packed, const TensorView& out) {
-    return ended(hot_unpack_int4(handle(), tensor(packed), tensor(out)));
-  }
-  Outcome encode_blocks(const TensorView& x, hot::Rounding rounding, const TensorView& wire) {
-    return ended(hot_encode_blocks(handle(), tensor(x), static_cast<int>(rounding), tensor(wire)));
-  }
-  Outcome sum_blocks(const TensorView& wire, float factor, const TensorView& out) {
-    return ended(hot_sum_blocks(handle(), tensor(wire), factor, tensor(out)));
-  }
-  Outcome gemm_int8(const TensorView& a, const TensorView& b, const TensorView& a_scale,
-                    const TensorView& b_scale, const hot::GemmSpec& spec, const TensorView& out,
-                    const hot::Workspace& workspace) {
+  Outcome gemm_int8(View a, View b, View a_scale, View b_scale, const hot::GemmSpec& spec, View out,
+                    Room workspace) {
     return ended(hot_gemm_int8(handle(), tensor(a), tensor(b), optional(a_scale), optional(b_scale),
                                spec.divisor, spec.accumulate, tensor(out), workspace.data,
                                workspace.bytes));
   }
-  Outcome gemm_int4(const TensorView& a, const TensorView& b, std::int64_t k,
-                    const TensorView& a_scale, const TensorView& b_scale, const hot::GemmSpec& spec,
-                    const TensorView& out, const hot::Workspace& workspace) {
+  Outcome gemm_int4(View a, View b, std::int64_t k, View a_scale, View b_scale,
+                    const hot::GemmSpec& spec, View out, Room workspace) {
     return ended(hot_gemm_int4(handle(), tensor(a), tensor(b), k, optional(a_scale),
                                optional(b_scale), spec.divisor, spec.accumulate, tensor(out),
                                workspace.data, workspace.bytes));
   }
-  Outcome compress_activation(const TensorView& x, const hot::BackwardLinearSpec& spec,
-                              const hot::SavedActivation& saved, const hot::Workspace& workspace) {
+  Outcome compress_activation(View x, Spec spec, const hot::SavedActivation& saved,
+                              Room workspace) {
     hot_saved out = HOT_SAVED_INIT;
     return filled(out, [&] {
       return hot_compress_activation(handle(), tensor(x), spec_of(spec), saved.data, saved.bytes,
                                      workspace.data, workspace.bytes, &out);
     });
   }
-  Outcome decompress_activation(const hot::ConstSavedActivation& saved, std::int64_t first,
-                                std::int64_t last, const hot::BackwardLinearSpec& spec,
-                                const TensorView& out) {
-    return ended(hot_decompress_activation(handle(), saved_of(saved), first, last, spec_of(spec),
-                                           tensor(out)));
-  }
-  Outcome quantize_weight(const TensorView& w, const hot::BackwardLinearSpec& spec,
-                          const hot::QuantizedWeight& to, const hot::Workspace& workspace) {
+  Outcome quantize_weight(View w, Spec spec, const hot::QuantizedWeight& to, Room workspace) {
     hot_weight out = HOT_WEIGHT_INIT;
     return filled(out, [&] {
       return hot_quantize_weight(handle(), tensor(w), spec_of(spec), to.data, to.bytes,
                                  workspace.data, workspace.bytes, &out);
     });
   }
-  Outcome backward(const TensorView& gy, const TensorView& w,
-                   const hot::ConstSavedActivation& saved, const hot::BackwardLinearSpec& spec,
-                   const hot::BackwardOutputs& out, const hot::Workspace& workspace) {
+  Outcome backward(View gy, View w, Saved saved, Spec spec, Outputs out, Room workspace) {
     return ended(hot_backward_linear(handle(), tensor(gy), optional(w), saved_of(saved, out),
                                      spec_of(spec), gradients(out), workspace.data,
                                      workspace.bytes));
   }
-  Outcome backward(const TensorView& gy, const hot::ConstQuantizedWeight& w,
-                   const hot::ConstSavedActivation& saved, const hot::BackwardLinearSpec& spec,
-                   const hot::BackwardOutputs& out, const hot::Workspace& workspace) {
+  Outcome backward(View gy, Weight w, Saved saved, Spec spec, Outputs out, Room workspace) {
     const hot_weight* const weight = out.gx == nullptr ? nullptr : weight_of(w);
     return ended(hot_backward_linear_quantized(handle(), tensor(gy), weight, saved_of(saved, out),
                                                spec_of(spec), gradients(out), workspace.data,
                                                workspace.bytes));
   }
 
-  Outcome quantize_forward_weight(const TensorView& w, const hot::ForwardLinearSpec& spec,
-                                  const hot::QuantizedWeight& to) {
+  Outcome quantize_forward_weight(View w, ForwardSpec spec, const hot::QuantizedWeight& to) {
     hot_weight out = HOT_WEIGHT_INIT;
     return filled(out, [&] {
       return hot_quantize_forward_weight(handle(), tensor(w), spec_of(spec), to.data, to.bytes,
                                          &out);
     });
   }
-  Outcome quantize_forward_input(const TensorView& x, const hot::ForwardLinearSpec& spec,
-                                 const hot::QuantizedInput& to) {
+  Outcome quantize_forward_input(View x, ForwardSpec spec, const hot::QuantizedInput& to) {
     hot_input out = HOT_INPUT_INIT;
     return filled(out, [&] {
       return hot_quantize_forward_input(handle(), tensor(x), spec_of(spec), to.data, to.bytes, &out,
                                         nullptr, nullptr, 0, nullptr, 0, nullptr);
     });
   }
-  Outcome quantize_forward_input(const TensorView& x, const hot::ForwardLinearSpec& spec,
-                                 const hot::QuantizedInput& to, const hot::BackwardLinearSpec& kept,
-                                 const hot::SavedActivation& room,
-                                 const hot::Workspace& workspace) {
+  Outcome quantize_forward_input(View x, ForwardSpec spec, const hot::QuantizedInput& to, Spec kept,
+                                 const hot::SavedActivation& room, Room workspace) {
     hot_input out = HOT_INPUT_INIT;
     hot_saved saved = HOT_SAVED_INIT;
     const hot_saved before = saved;
@@ -138,29 +119,21 @@ class CApi {
     }
     return outcome;
   }
-  Outcome forward(const TensorView& x, const TensorView& w, const TensorView& bias,
-                  const hot::ForwardLinearSpec& spec, const TensorView& y,
-                  const hot::Workspace& workspace) {
+  Outcome forward(View x, View w, View bias, ForwardSpec spec, View y, Room workspace) {
     return ended(hot_forward_linear(handle(), tensor(x), tensor(w), optional(bias), spec_of(spec),
                                     tensor(y), workspace.data, workspace.bytes));
   }
-  Outcome forward(const TensorView& x, const hot::ConstQuantizedWeight& w, const TensorView& bias,
-                  const hot::ForwardLinearSpec& spec, const TensorView& y,
-                  const hot::Workspace& workspace) {
+  Outcome forward(View x, Weight w, View bias, ForwardSpec spec, View y, Room workspace) {
     return ended(hot_forward_linear_quantized(handle(), tensor(x), weight_of(w), optional(bias),
                                               spec_of(spec), tensor(y), workspace.data,
                                               workspace.bytes));
   }
-  Outcome forward(const hot::ConstQuantizedInput& x, const TensorView& w, const TensorView& bias,
-                  const hot::ForwardLinearSpec& spec, const TensorView& y,
-                  const hot::Workspace& workspace) {
+  Outcome forward(QuantizedX x, View w, View bias, ForwardSpec spec, View y, Room workspace) {
     return ended(hot_forward_linear_input(handle(), input_of(x), tensor(w), nullptr, optional(bias),
                                           spec_of(spec), tensor(y), workspace.data,
                                           workspace.bytes));
   }
-  Outcome forward(const hot::ConstQuantizedInput& x, const hot::ConstQuantizedWeight& w,
-                  const TensorView& bias, const hot::ForwardLinearSpec& spec, const TensorView& y,
-                  const hot::Workspace& workspace) {
+  Outcome forward(QuantizedX x, Weight w, View bias, ForwardSpec spec, View y, Room workspace) {
     return ended(hot_forward_linear_input(handle(), input_of(x), nullptr, weight_of(w),
                                           optional(bias), spec_of(spec), tensor(y), workspace.data,
                                           workspace.bytes));
@@ -169,28 +142,24 @@ class CApi {
   Outcome gemm_workspace(std::int64_t m, std::int64_t n, std::int64_t k, std::size_t& bytes) {
     return ended(hot_gemm_workspace(handle(), m, n, k, &bytes));
   }
-  Outcome weight_bytes(std::int64_t out, std::int64_t in, const hot::BackwardLinearSpec& spec,
-                       std::size_t& bytes) {
+  Outcome weight_bytes(std::int64_t out, std::int64_t in, Spec spec, std::size_t& bytes) {
     return ended(hot_quantized_weight_bytes(out, in, spec_of(spec), &bytes));
   }
-  Outcome weight_workspace(std::int64_t out, std::int64_t in, const hot::BackwardLinearSpec& spec,
-                           std::size_t& bytes) {
+  Outcome weight_workspace(std::int64_t out, std::int64_t in, Spec spec, std::size_t& bytes) {
     return ended(hot_quantize_weight_workspace(handle(), out, in, spec_of(spec), &bytes));
   }
-  Outcome compress_workspace(std::int64_t tokens, std::int64_t in,
-                             const hot::BackwardLinearSpec& spec, std::size_t& bytes) {
+  Outcome compress_workspace(std::int64_t tokens, std::int64_t in, Spec spec, std::size_t& bytes) {
     return ended(hot_compress_activation_workspace(handle(), tokens, in, spec_of(spec), &bytes));
   }
-  Outcome backward_workspace(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec,
-                             bool gx, bool gw, std::size_t& bytes) {
+  Outcome backward_workspace(const hot::LinearShape& shape, Spec spec, bool gx, bool gw,
+                             std::size_t& bytes) {
     return ended(hot_backward_linear_workspace(handle_, shape.tokens, shape.out_features,
                                                shape.in_features, plain(spec), gx, gw, &bytes));
   }
-  Outcome hla_rows(std::int64_t tokens, const hot::BackwardLinearSpec& spec, std::int64_t& rows) {
+  Outcome hla_rows(std::int64_t tokens, Spec spec, std::int64_t& rows) {
     return ended(hot_hla_rows(tokens, spec_of(spec), &rows));
   }
-  Outcome saved_layout(std::int64_t tokens, std::int64_t in, const hot::BackwardLinearSpec& spec,
-                       hot::SavedLayout& layout) {
+  Outcome saved_layout(std::int64_t tokens, std::int64_t in, Spec spec, hot::SavedLayout& layout) {
     hot_saved_layout out = HOT_SAVED_LAYOUT_INIT;
     const Outcome outcome =
         filled(out, [&] { return hot_saved_layout_of(tokens, in, spec_of(spec), &out); });
@@ -198,7 +167,7 @@ class CApi {
               out.scale_offset, out.exponent_offset};
     return outcome;
   }
-  Outcome supported(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec) {
+  Outcome supported(const hot::LinearShape& shape, Spec spec) {
     return ended(
         hot_supported(handle_, shape.tokens, shape.out_features, shape.in_features, plain(spec)));
   }
@@ -311,7 +280,7 @@ class CApi {
     return reinterpret_cast<const T*>(at);
   }
 
-  static hot_tensor converted(const TensorView& view) {
+  static hot_tensor converted(View view) {
     hot_tensor t = HOT_TENSOR_INIT;
     t.data = view.data;
     t.dtype = static_cast<int>(view.dtype);
@@ -324,29 +293,44 @@ class CApi {
     }
     return t;
   }
-  const hot_tensor* tensor(const TensorView& view) { return put(converted(view)); }
+  const hot_tensor* tensor(View view) { return put(converted(view)); }
+  // Arguments of HOT_CALL.
+  template <class T>
+  auto passed(const T& value) {
+    if constexpr (std::is_same_v<T, TensorView>) {
+      return tensor(value);
+    } else if constexpr (std::is_same_v<T, hot::BackwardLinearSpec>) {
+      return spec_of(value);
+    } else if constexpr (std::is_same_v<T, hot::ConstSavedActivation>) {
+      return saved_of(value);
+    } else if constexpr (std::is_enum_v<T>) {
+      return static_cast<int>(value);
+    } else {
+      return value;
+    }
+  }
   // Null if C++ has an empty view.
-  const hot_tensor* optional(const TensorView& view) {
+  const hot_tensor* optional(View view) {
     const bool none = view.ndim == 0 && view.data == nullptr;
     return none ? nullptr : keep(converted(view), sizeof(hot_tensor), false);
   }
 
-  const hot_weight* weight_of(const hot::ConstQuantizedWeight& w) {
+  const hot_weight* weight_of(Weight w) {
     return put(
         hot_weight{sizeof(hot_weight), w.data, w.bytes, w.out_features, w.in_features, w.format});
   }
-  const hot_input* input_of(const hot::ConstQuantizedInput& x) {
+  const hot_input* input_of(QuantizedX x) {
     return put(hot_input{sizeof(hot_input), x.data, x.bytes, x.tokens, x.in_features, x.format});
   }
-  const hot_saved* saved_of(const hot::ConstSavedActivation& s, const hot::BackwardOutputs& out) {
+  const hot_saved* saved_of(Saved s, Outputs out) {
     return out.gw == nullptr ? nullptr : saved_of(s);
   }
-  const hot_saved* saved_of(const hot::ConstSavedActivation& s) {
+  const hot_saved* saved_of(Saved s) {
     return put(hot_saved{sizeof(hot_saved), s.data, s.bytes, s.tokens, s.in_features, s.key.seed,
                          s.key.offset, s.key.counter, s.key.stream, 0, s.format});
   }
 
-  const hot_gradients* gradients(const hot::BackwardOutputs& out) {
+  const hot_gradients* gradients(Outputs out) {
     const auto one = [&](const TensorView* view) -> const hot_tensor* {
       return view == nullptr ? nullptr : keep(converted(*view), sizeof(hot_tensor), false);
     };
@@ -361,7 +345,7 @@ class CApi {
                                               : static_cast<int>(scale);
   }
 
-  hot_spec converted(const hot::BackwardLinearSpec& spec) {
+  hot_spec converted(Spec spec) {
     hot_spec s = HOT_SPEC_INIT;
     const hot::LowRank& p = spec.low_rank;
     s.hadamard_block = spec.hadamard_block;
@@ -385,13 +369,11 @@ class CApi {
     s.equalize_tokens = spec.equalize_tokens ? 1 : 0;
     return s;
   }
-  const hot_spec* plain(const hot::BackwardLinearSpec& spec) {
-    return keep(converted(spec), sizeof(hot_spec), false);
-  }
-  const hot_forward_spec* spec_of(const hot::ForwardLinearSpec& spec) {
+  const hot_spec* plain(Spec spec) { return keep(converted(spec), sizeof(hot_spec), false); }
+  const hot_forward_spec* spec_of(ForwardSpec spec) {
     return put(hot_forward_spec{sizeof(hot_forward_spec), spec.hadamard_block, 0});
   }
-  const hot_spec* spec_of(const hot::BackwardLinearSpec& spec) {
+  const hot_spec* spec_of(Spec spec) {
     hot_spec s = converted(spec);
     if (input_.rarely(60)) {
       switch (input_.from(0, 2)) {

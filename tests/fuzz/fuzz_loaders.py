@@ -67,7 +67,6 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Return outputs of the writers."""
     from hotcore import HotConfig
     from hotcore.config import RECIPES
 
@@ -97,19 +96,15 @@ def spoiled(data: bytes, rng: random.Random) -> bytes:
                 data = json.dumps(changed(value, rng)).encode("utf-8", "surrogatepass")
                 continue
         at = rng.randrange(len(data) + 1)
-        match rng.randrange(6):
-            case 0:
-                data = data[:at]
-            case 1:
-                data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
-            case 2:
-                data = data[:at] + rng.choice([b"[", b"{", b'"', b"\\", b"NaN", b"1e9"]) + data[at:]
-            case 3:
-                data = data[:at] + data[max(0, at - rng.randrange(40)) : at] + data[at:]
-            case 4:
-                data = data[:at] + b"[" * rng.choice([10, 20, 5000]) + data[at:]
-            case _:
-                data = data[:at] + b"9" * rng.choice([5, 25, 5000]) + data[at:]
+        added, end = (
+            (b"", len(data)),
+            (bytes([rng.randrange(256)]), at + 1),
+            (rng.choice([b"[", b"{", b'"', b"\\", b"NaN", b"1e9"]), at),
+            (data[max(0, at - rng.randrange(40)) : at], at),
+            (b"[" * rng.choice([10, 20, 5000]), at),
+            (b"9" * rng.choice([5, 25, 5000]), at),
+        )[rng.randrange(6)]
+        data = data[:at] + added + data[end:]
     return data
 
 
@@ -155,7 +150,6 @@ def in_turns(seconds: float, seed: int) -> dict[str, tuple[int, int]]:
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))

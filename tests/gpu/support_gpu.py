@@ -70,18 +70,13 @@ class Block(nn.Module):
 
 
 def layer(
-    length: int,
-    outs: int,
-    ins: int,
-    dtype: torch.dtype = torch.float32,
+    length: int, outs: int, ins: int, dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
-) -> Layer:
+) -> Layer:  # fmt: skip
     """Return gy, w, x on the CPU."""
-    return (
-        torch.randn(length, outs, generator=generator).to(dtype),
-        torch.randn(outs, ins, generator=generator).to(dtype),
-        torch.randn(length, ins, generator=generator).to(dtype),
-    )
+    shapes = ((length, outs), (outs, ins), (length, ins))
+    gy, w, x = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return gy, w, x
 
 
 def whole_backward(arrays: Layer, recipe: str, device: str, key: int) -> list[Any]:

@@ -11,10 +11,7 @@ import hotcore.torch as hot  # noqa: E402
 from support_gpu import Block  # noqa: E402
 from torch import nn  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 WIDTH, HEADS = 1024, 16
 
 
@@ -63,8 +60,7 @@ def test_peaks(compiled: bool | str) -> None:
     rows = {row.name: row for row in advice.rows}
     assert not [row.note for row in advice.rows if row.measured is None]
     peak = {name: row.measured.kept_bytes for name, row in rows.items()}
-    assert peak["plain"] > held
-    assert peak["default"] < peak["plain"]
+    assert held < peak["plain"] > peak["default"]
     if goal == "memory":
         assert peak["default, recompute"] < peak["default"]
         assert peak["plain, recompute"] < peak["plain"]
@@ -104,8 +100,7 @@ def test_lack_of_memory_is_a_row() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     print(tight)
     rows = {row.name: row for row in tight.rows}
-    assert rows["plain"].note == "out of memory"
-    assert rows["default, recompute"].measured is not None
+    assert rows["plain"].note == "out of memory" and rows["default, recompute"].measured is not None
     assert tight.best is not None
     assert not any(isinstance(module, hot.HotLinear) for module in model.modules())
 

@@ -6,9 +6,11 @@ smaller error would mean that HOT did not run. Every replay of a graph must draw
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from support import refused
 
 torch = pytest.importorskip("torch")
 
@@ -18,10 +20,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402  (whether regions became CUDA graphs)
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 RECIPES = ("default", "fast")
 WIDTH, HEADS, CLASSES, BATCH = 128, 4, 10, 16
@@ -144,13 +143,18 @@ def assert_falls_alike(got: list[float], eager: list[float]) -> None:
     assert got[0] - got[-1] == pytest.approx(fall, rel=0.25)
 
 
+def in_eager(name: str, recipe: str, *batch: Tensor) -> Any:
+    """Return a converted model, the plain gradients, draws of its own, and losses of a copy."""
+    plain = build(name)
+    model, exact = converted(plain, recipe), gradients(plain, *batch)
+    eager = draws_of(lambda: gradients(model, *batch))
+    return model, exact, eager, trained(copy.deepcopy(model), *batch)
+
+
 @pytest.mark.parametrize("way", ["blocks", "whole"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) -> None:
-    plain = build("vit")
-    model, exact = converted(plain, recipe), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    losses = trained(copy.deepcopy(model), images, labels)
+    model, exact, eager, losses = in_eager("vit", recipe, images, labels)
     parts = model.blocks if way == "blocks" else [model]
     for part in parts:
         part.compile(fullgraph=True)
@@ -162,10 +166,7 @@ def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) ->
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_reduce_overhead_step(recipe: str, name: str, images: Tensor, labels: Tensor) -> None:
-    plain = build(name)
-    model, exact = converted(plain, recipe), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    losses = trained(copy.deepcopy(model), images, labels)
+    model, exact, eager, losses = in_eager(name, recipe, images, labels)
     model.compile(mode="reduce-overhead")
     for _ in range(3):  # warms up, records, replays
         gradients(model, images, labels)
@@ -198,8 +199,7 @@ def test_frozen_layers(mode: str, bits: int) -> None:
     assert all(map(torch.equal, both(compiled), eager))
     if mode == "default":
         model[0].weight_codes.copy_(model[0].weight_codes.detach().roll(1))
-        with pytest.raises(RuntimeError, match="not codes of a weight"):
-            compiled(x)
+        refused(lambda: compiled(x), "not codes of a weight", RuntimeError)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -229,10 +229,7 @@ def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_graphed_callables(recipe: str, images: Tensor, labels: Tensor) -> None:
-    plain = build("vit")
-    model, exact = converted(plain, recipe), gradients(plain, images, labels)
-    eager = draws_of(lambda: gradients(model, images, labels))
-    losses = trained(copy.deepcopy(model), images, labels)
+    model, exact, eager, losses = in_eager("vit", recipe, images, labels)
     model = torch.cuda.make_graphed_callables(model, (torch.randn_like(images),))
     assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)
     assert_falls_alike(trained(model, images, labels), losses)

@@ -27,16 +27,10 @@ def test_consumer_of_the_package(tmp_path: Path) -> None:
 def test_consumer_of_a_static_library(tmp_path: Path) -> None:
     # Builds libhot inside the consumer, without CUTLASS, whose kernels take minutes.
     folder = build(
-        CONSUMER,
-        tmp_path / "build",
-        HOTCORE_FROM="subdirectory",
-        HOT_SHARED="OFF",
-        HOT_INSTALL="ON",
-        HOT_CUDA="ON",
-        HOT_CUTLASS="OFF",
-        CMAKE_CUDA_ARCHITECTURES=ARCHS,
+        CONSUMER, tmp_path / "build", HOTCORE_FROM="subdirectory", HOT_SHARED="OFF",
+        HOT_INSTALL="ON", HOT_CUDA="ON", HOT_CUTLASS="OFF", CMAKE_CUDA_ARCHITECTURES=ARCHS,
         CONSUMER_CUDA="ON",
-    )
+    )  # fmt: skip
     assert "GPU: g_x and g_w as on the CPU" in run(folder / "consumer", "--cuda")
     # Also builds from a prefix, whose package must list the dependencies of a static libhot.
     prefix = tmp_path / "prefix"
@@ -70,21 +64,25 @@ def view(value: torch.Tensor) -> ctypes.Structure:
     return tensor
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_c_abi(recipe: str) -> None:
-    tokens, outs, ins, key = 200, 64, 96, Key(1, 2, 3)
-    gy, w, x = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        for shape in ((tokens, outs), (outs, ins), (tokens, ins))
-    )
-    model = hotcore.compress_activation(x, recipe, key=key)
-    need = ("gx", "gw", "gb")
-    expected = hotcore.backward_linear(gy, w, model, need=need, key=key)
-
+def on_cuda(key: Key) -> tuple[CApi, ctypes.c_void_p]:
+    """Return the C ABI, and a context of the current stream with a key."""
     api, context = CApi(), ctypes.c_void_p()
     stream = torch.cuda.current_stream().cuda_stream
     api.call("hot_context_cuda", 0, stream, ctypes.byref(context))
     api.call("hot_context_set_key", context, *key)
+    return api, context
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_c_abi(recipe: str) -> None:
+    tokens, outs, ins, key = 200, 64, 96, Key(1, 2, 3)
+    shapes = ((tokens, outs), (outs, ins), (tokens, ins))
+    gy, w, x = (torch.randn(shape, device="cuda").bfloat16() for shape in shapes)
+    model = hotcore.compress_activation(x, recipe, key=key)
+    need = ("gx", "gw", "gb")
+    expected = hotcore.backward_linear(gy, w, model, need=need, key=key)
+
+    api, context = on_cuda(key)
     spec, layout, saved = api.spec(recipe), make("hot_saved_layout"), make("hot_saved")
     api.call("hot_supported", context, tokens, outs, ins, spec)
     api.call("hot_saved_layout_of", tokens, ins, spec, layout)
@@ -100,9 +98,8 @@ def test_c_abi(recipe: str) -> None:
 
     out = {name: torch.empty_like(value) for name, value in zip(need, expected, strict=True)}
     views = {name: view(value) for name, value in out.items()}
-    gradients = make(
-        "hot_gradients", **{name: ctypes.addressof(one) for name, one in views.items()}
-    )
+    addresses = {name: ctypes.addressof(one) for name, one in views.items()}
+    gradients = make("hot_gradients", **addresses)
     api.call(
         *("hot_backward_linear", context, view(gy), view(w), saved, spec, gradients),
         *(scratch.data_ptr(), backward),
@@ -121,17 +118,13 @@ def test_c_abi_of_a_quantised_input(recipe: str) -> None:
     codes, model = hotcore.quantize_forward_input(x, recipe, keep=True, key=key)
     expected = hotcore.forward_linear(codes, w)
 
-    api, context = CApi(), ctypes.c_void_p()
-    stream = torch.cuda.current_stream().cuda_stream
-    api.call("hot_context_cuda", 0, stream, ctypes.byref(context))
-    api.call("hot_context_set_key", context, *key)
+    api, context = on_cuda(key)
     spec, forward, layout = api.spec(recipe), api.forward_spec(64), make("hot_saved_layout")
     api.call("hot_saved_layout_of", tokens, ins, spec, layout)
     count = api.number("hot_forward_input_bytes", tokens, ins, forward)
     keeping = api.number("hot_compress_activation_workspace", context, tokens, ins, spec)
-    product = api.number(
-        "hot_forward_linear_input_workspace", context, tokens, outs, ins, forward, 0
-    )
+    sizes = tokens, outs, ins, forward, 0
+    product = api.number("hot_forward_linear_input_workspace", context, *sizes)
     rooms = (count, layout.bytes, max(keeping, product, 1))
     data, saved_bytes, scratch = (torch.empty(n, dtype=torch.uint8, device="cuda") for n in rooms)
     handle, saved = make("hot_input"), make("hot_saved")
@@ -145,8 +138,7 @@ def test_c_abi_of_a_quantised_input(recipe: str) -> None:
         *(scratch.data_ptr(), product),
     )
     torch.cuda.synchronize()
-    assert torch.equal(data, codes.data)
-    assert torch.equal(saved_bytes, model.data)
-    assert torch.equal(y, expected)
+    wanted = codes.data, model.data, expected
+    assert all(map(torch.equal, (data, saved_bytes, y), wanted))
     api.lib.hot_context_destroy(context)
     api.close()

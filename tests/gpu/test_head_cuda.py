@@ -14,10 +14,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch.ops import head  # noqa: E402
 from support_gpu import captured  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 INT8 = hot.HotConfig.recipe("accurate", forward="int8")
 CONFIGS = (None, "default", "fast", INT8)
 Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -63,12 +60,9 @@ def test_beside_float64(vocab: int, config: Any, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("triton", [True, False])
 def test_rows(
-    vocab: int,
-    dtype: torch.dtype,
-    options: tuple[float, float, float],
-    triton: bool,
+    vocab: int, dtype: torch.dtype, options: tuple[float, float, float], triton: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """A chunk's losses and gradients agree with float64, with NaN in the padding of rows."""
     if not triton:
         monkeypatch.setattr(head, "_kernels", lambda: None)

@@ -11,29 +11,21 @@ torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip)
 from support_gpu import RECIPES  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 SEED = 2**40 + 7
 
 
 @pytest.fixture(scope="module")
 def hot(jax: Any) -> Any:
-    try:
-        import hotcore.jax
-    except ImportError as error:
-        pytest.skip(str(error))
-    return hotcore.jax
+    return pytest.importorskip("hotcore.jax", exc_type=ImportError)
 
 
 def test_the_self_test_by_xla(hot: Any) -> None:
     from hotcore import selftest
     from hotcore.jax import calls
 
-    assert calls.has_cuda()
-    assert selftest.mismatches(calls.self_test(), selftest.results()) == []
+    assert calls.has_cuda() and selftest.mismatches(calls.self_test(), selftest.results()) == []
 
 
 def layer(rng: np.random.Generator, tokens: int, outs: int, ins: int) -> list[np.ndarray]:
@@ -53,7 +45,6 @@ def loss(hot: Any, gy: Any, x: Any, w: Any, b: Any, key: Any, config: str = "def
 
 
 def gradients(jax: Any, hot: Any, device: Any, arrays: Any, key: Any, config: str) -> list[Any]:
-    """Return g_x, g_w and g_b, computed on a device."""
     step = jax.jit(jax.grad(functools.partial(loss, hot, config=config), (1, 2, 3)))
     return list(step(*(jax.device_put(array, device) for array in (*arrays, key))))
 
@@ -70,10 +61,10 @@ def test_bits_of_the_cpu(
         got = gradients(jax, hot, cuda, arrays, key, recipe)
         wanted = gradients(jax, hot, cpu, arrays, key, recipe)
         assert all(result.devices() == {cuda} for result in got)
-        gx, gw, gb = (np.asarray(result, np.float32) for result in got)
-        np.testing.assert_array_equal(gx, np.asarray(wanted[0], np.float32), f"gx {sizes}")
-        np.testing.assert_array_equal(gw, np.asarray(wanted[1], np.float32), f"gw {sizes}")
-        np.testing.assert_allclose(gb, np.asarray(wanted[2], np.float32), rtol=1e-2, atol=1e-3)
+        floats = [[np.asarray(part, np.float32) for part in parts] for parts in (got, wanted)]
+        for i, name in enumerate(("gx", "gw")):
+            np.testing.assert_array_equal(floats[0][i], floats[1][i], f"{name} {sizes}")
+        np.testing.assert_allclose(floats[0][2], floats[1][2], rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -3,38 +3,27 @@
 import importlib
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import refused
 
 torch = pytest.importorskip("torch")
 
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
 import hotcore.torch as hot  # noqa: E402
 from hotcore import _core, info, selftest  # noqa: E402
-from support_gpu import (  # noqa: E402
-    RECIPES,
-    assert_equal_backward,
-    layer,
-    poison,
-    same_bits,
-    whole_backward,
-)
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+from support_gpu import RECIPES, assert_equal_backward, captured, layer  # noqa: E402  # isort: skip
+from support_gpu import poison, same_bits, whole_backward  # noqa: E402  # isort: skip
+
+pytestmark = pytest.mark.cuda
 
 SHAPES = ((197, 96, 64), (33, 48, 80), (256, 128, 384), (64, 17, 5))
 SPIN = 20_000_000  # about 10 ms
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-
-
-# ---- streams and threads ----
 
 
 @pytest.mark.parametrize("recipe", ("default", "fast", "paper"))
@@ -78,23 +67,16 @@ def test_whole_backward_waits_for_its_stream(recipe: str, rng: np.random.Generat
     assert_equal_backward(got, wanted)
 
 
-# ---- devices ----
-
-
 def test_arrays_of_two_devices_are_refused() -> None:
     gy, w, x = layer(32, 16, 16)
     saved = hotcore.compress_activation(x, "default")
-    with pytest.raises(ValueError, match="saved_or_x"):
-        hotcore.backward_linear(gy.cuda(), w.cuda(), saved)
-    with pytest.raises(ValueError, match="w"):
-        hotcore.backward_linear(gy.cuda(), w, x.cuda())
-    with pytest.raises(ValueError, match="gw_out"):
-        hotcore.backward_linear(gy.cuda(), w.cuda(), x.cuda(), gw_out=torch.empty(16, 16))
-    with pytest.raises(ValueError, match=r"\bout\b"):
-        hotcore.fwht(x.cuda(), out=torch.empty_like(x))
-    with pytest.raises(ValueError, match=r"\bb\b"):
-        codes = torch.ones(16, 16, dtype=torch.int8)
-        hotcore.gemm_int8(codes.cuda(), codes)
+    refused(lambda: hotcore.backward_linear(gy.cuda(), w.cuda(), saved), "saved_or_x")
+    refused(lambda: hotcore.backward_linear(gy.cuda(), w, x.cuda()), "w")
+    on_gpu, out = (gy.cuda(), w.cuda(), x.cuda()), torch.empty(16, 16)
+    refused(lambda: hotcore.backward_linear(*on_gpu, gw_out=out), "gw_out")
+    refused(lambda: hotcore.fwht(x.cuda(), out=torch.empty_like(x)), r"\bout\b")
+    codes = torch.ones(16, 16, dtype=torch.int8)
+    refused(lambda: hotcore.gemm_int8(codes.cuda(), codes), r"\bb\b")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -108,8 +90,7 @@ def test_works_on_the_device_of_its_arrays() -> None:
     assert all(array.device.index == 1 for array in got)
     assert_equal_backward(got, wanted)
     gy, w, x = arrays
-    with pytest.raises(ValueError, match="w"):
-        hotcore.backward_linear(gy.cuda(0), w.cuda(1), x.cuda(0))
+    refused(lambda: hotcore.backward_linear(gy.cuda(0), w.cuda(1), x.cuda(0)), "w")
 
 
 def test_the_build_is_for_this_gpu() -> None:
@@ -152,11 +133,7 @@ def test_the_self_test() -> None:
 
 def test_a_device_that_is_not_there() -> None:
     fits, reason = hotcore.supported(16, 16, 16, device=f"cuda:{torch.cuda.device_count()}")
-    assert not fits
-    assert reason
-
-
-# ---- dtypes and long contractions ----
+    assert not fits and reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -171,15 +148,10 @@ def test_many_tokens_have_the_bits_of_the_cpu(recipe: str, ins: int, dtype: torc
         saved = hotcore.compress_activation(x.to(device), recipe, key=8)
         added = before.to(device, copy=True)
         new = hotcore.backward_linear(gy.to(device), None, saved, need="gw").gw
-        hotcore.backward_linear(
-            gy.to(device), None, saved, need="gw", gw_out=added, accumulate=True
-        )
+        more = {"gw_out": added, "accumulate": True}
+        hotcore.backward_linear(gy.to(device), None, saved, need="gw", **more)
         results.append((new, added))
-    for ours, theirs in zip(*results, strict=True):
-        assert same_bits(ours, theirs)
-
-
-# ---- CUDA graphs ----
+    assert all(map(same_bits, *results))
 
 
 Gradients = tuple[torch.Tensor, ...]
@@ -199,17 +171,6 @@ def gradients_of(
     x, w, _ = (leaf.detach() for leaf in leaves)
     saved = hotcore.compress_activation(x, recipe, key=key)
     return tuple(hotcore.backward_linear(gy, w, saved, need=("gx", "gw", "gb"), key=key))
-
-
-def run_outside(step: Callable[[], object]) -> torch.cuda.Stream:
-    """Run a step on the stream of the capture, which torch requires before a capture."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    stream.synchronize()
-    return stream
 
 
 def seed_of(y: torch.Tensor) -> torch.Tensor:
@@ -284,9 +245,7 @@ def test_manual_seed_repeats_replays() -> None:
         for _ in range(3):
             graph.replay()
             runs[-1].append(got[1].clone())
-    for a, b in zip(*runs, strict=True):
-        assert same_bits(a, b)
-    assert not same_bits(runs[0][0], runs[0][1])
+    assert all(map(same_bits, *runs)) and not same_bits(runs[0][0], runs[0][1])
 
 
 @pytest.mark.parametrize("kernel", (1, 3))
@@ -300,13 +259,9 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
     def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(model(leaves[0]), leaves, gy)
 
-    stream = run_outside(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        got = step()
-    exact = torch.autograd.grad(
-        torch.nn.functional.conv2d(*leaves, padding=kernel // 2), leaves, gy
-    )
+    graph, got = captured(step)
+    y = torch.nn.functional.conv2d(*leaves, padding=kernel // 2)
+    exact = torch.autograd.grad(y, leaves, gy)
     eager = [float((a - b).norm()) for a, b in zip(step(), exact, strict=True)]
     replays = []
     for _ in range(3):
@@ -318,12 +273,7 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
     for name, results in zip(("gx", "gw"), zip(*replays, strict=True), strict=False):
         if name == "gx" and (kernel, recipe) != (1, "fast"):  # torch's own, not random
             continue
-        first, second, third = results
-        assert not same_bits(first, second), name
-        assert not same_bits(second, third), name
-
-
-# ---- the benchmarks' clock ----
+        assert not any(same_bits(*results[i : i + 2]) for i in range(2)), name
 
 
 def test_a_slow_host_does_not_count_as_the_device_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,11 +289,7 @@ def test_a_slow_host_does_not_count_as_the_device_s_time(monkeypatch: pytest.Mon
 
     measure = timing.cuda_stopwatch()
     assert min(measure(call) for _ in range(5)) < 1.0
-    with pytest.raises(RuntimeError, match="waits for the device"):
-        measure(torch.cuda.synchronize)
-
-
-# ---- beside another kernel ----
+    refused(lambda: measure(torch.cuda.synchronize), "waits for the device", RuntimeError)
 
 
 def test_a_call_beside_a_kernel_that_holds_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

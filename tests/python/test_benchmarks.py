@@ -19,7 +19,7 @@ import hotcore  # noqa: E402
 import timing  # noqa: E402
 from evidence import bench_fwht, rivals  # noqa: E402
 from hotcore.torch.conversion import gains  # noqa: E402
-from support import report_of, without_broken_torchvision  # noqa: E402
+from support import refused, report_of, without_broken_torchvision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")
 
@@ -42,8 +42,7 @@ def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "write_text", ended)
-    with pytest.raises(KeyboardInterrupt):
-        timing.write_json(path, {"a": 2})
+    refused(lambda: timing.write_json(path, {"a": 2}), "", KeyboardInterrupt)
     assert json.loads(path.read_text())["a"] == 1.23457
 
 
@@ -80,12 +79,10 @@ def test_rivals_do_the_same_work(rng: np.random.Generator) -> None:
 
 def test_shapes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     for script, word in ((bench_backward, "1,2"), (bench_gemm, "0,1,2")):
-        with pytest.raises(SystemExit):
-            script.main(["--shape", word])
+        refused(script.main, "", SystemExit, ["--shape", word])
         assert "is no shape" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        with pytest.raises(SystemExit):
-            bench_fwht.main(["--device", "cuda"])
+        refused(lambda: bench_fwht.main(["--device", "cuda"]), "", SystemExit)
         assert "no CUDA device" in capsys.readouterr().err
 
 
@@ -133,14 +130,9 @@ def test_bench_fwht(tmp_path: Path) -> None:
     assert report["n"]["256"]["copy"]["of the copy"] == 1
 
 
-KINDS = {
-    "accurate": hotcore.HotConfig.recipe("accurate"),
-    "default": hotcore.HotConfig(),
-    "fast": hotcore.HotConfig.recipe("fast"),
-    "default int8": hotcore.HotConfig(forward="int8"),
-    "frozen": hotcore.HotConfig(),
-    "frozen int8": hotcore.HotConfig(forward="int8"),
-}
+PLAIN, INT8 = hotcore.HotConfig(), hotcore.HotConfig(forward="int8")
+KINDS = {name: hotcore.HotConfig.recipe(name) for name in ("accurate", "default", "fast")}
+KINDS |= {"default int8": INT8, "frozen": PLAIN, "frozen int8": INT8}
 
 
 @pytest.mark.parametrize("kind", KINDS)

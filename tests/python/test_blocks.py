@@ -10,18 +10,9 @@ from c_api import CONSTANTS, CApi, tensor
 from hotcore import Key, _core, contexts
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
-    FLOATS,
-    KINDS,
-    array,
-    data,
-    equal_bits,
-    keys,
-    numpy_of,
-    parted_key,
-    poison,
-    widened,
-)
+
+from support import FLOATS, KINDS, array, data, equal_bits, keys, numpy_of  # isort: skip
+from support import parted_key, poison, widened  # isort: skip
 
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 PLAIN = Key(0)
@@ -46,7 +37,6 @@ def add(wires: np.ndarray, count: int, factor: float, dtype: str = "float32") ->
 
 
 def expected_wire(x: Any, parts: int, rounding: str, key: Key) -> np.ndarray:
-    """The stages fwht and quantize of tests/reference.py, part by part."""
     wire, size = wire_of(len(x), parts), -(-len(x) // parts)
     for i, row in enumerate(wire):
         blocks = np.zeros((wire.shape[1] // 68, 64), np.float32)
@@ -76,25 +66,15 @@ def expected_sum(wires: np.ndarray, count: int, factor: float) -> np.ndarray:
 
 
 @given(
-    count=st.one_of(st.integers(0, 200), st.integers(200, 5000)),
-    parts=st.integers(1, 9),
-    ranks=st.integers(1, 8),
-    offset=st.integers(0, 9),
-    dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
-    kind=st.sampled_from(KINDS),
-    rounding=st.sampled_from(ROUNDINGS),
-    key=keys(),
-)
+    count=st.one_of(st.integers(0, 200), st.integers(200, 5000)), parts=st.integers(1, 9),
+    ranks=st.integers(1, 8), offset=st.integers(0, 9),
+    dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)), kind=st.sampled_from(KINDS),
+    rounding=st.sampled_from(ROUNDINGS), key=keys(),
+)  # fmt: skip
 def test_any_vector_equals_reference(
-    count: int,
-    parts: int,
-    ranks: int,
-    offset: int,
-    dtypes: tuple[str, str],
-    kind: str,
-    rounding: str,
-    key: Key,
-) -> None:
+    count: int, parts: int, ranks: int, offset: int, dtypes: tuple[str, str], kind: str,
+    rounding: str, key: Key,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(key.seed % 2**32)
     key = key._replace(stream=min(key.stream, 8192 - parts))
     wires = wire_of(count, ranks, parts)

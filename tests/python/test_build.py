@@ -4,12 +4,12 @@ import os
 import pty
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = shutil.which("cmake")
@@ -42,24 +42,17 @@ class Machine:
         self.options = {"hot_cuda_default": root / "none", "hot_driver_file": root / "nvidiactl"}
 
     def gpus(self, *capabilities: str) -> None:
-        """nvidia-smi, and the driver's file."""
         lines = "".join(f"echo {capability}\n" for capability in capabilities)
         program(self.bin / "nvidia-smi", f'[ "$1" = --query-gpu=compute_cap ] || exit 1\n{lines}')
         (self.root / "nvidiactl").touch()
 
     def cmake(self, *words: str | Path) -> tuple[int, str]:
-        command = [str(FOUND), *(f"-D{name}={value}" for name, value in self.options.items())]
-        done = subprocess.run(
-            [*command, *map(str, words)],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        options = (f"-D{name}={value}" for name, value in self.options.items())
+        done = ran(FOUND, *options, *words, env=self.environment)
         return done.returncode, " ".join((done.stdout + done.stderr).split())
 
-    def configure(self, body: str) -> tuple[int, str]:
-        """A project with these commands, and hotcore's modules on the path."""
+    def configure(self, body: str, fails: bool = False) -> str:
+        """Output of a project with these commands, and hotcore's modules on the path."""
         source = self.root / "source"
         source.mkdir(exist_ok=True)
         (source / "CMakeLists.txt").write_text(
@@ -67,27 +60,27 @@ class Machine:
             f'list(APPEND CMAKE_MODULE_PATH "{ROOT}/cmake")\n{body}\n'
         )
         program(self.bin / "make", "exit 1")  # the build only looks for it
-        return self.cmake("-S", source, "-B", self.root / "build", "-G", "Unix Makefiles")
+        code, said = self.cmake("-S", source, "-B", self.root / "build", "-G", "Unix Makefiles")
+        assert (code != 0) == fails, said
+        return said
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     result = Machine(tmp_path)
-    for folder in ("/usr/bin", "/bin"):
-        for name in ("nvcc", "nvidia-smi"):
-            if os.path.exists(f"{folder}/{name}"):  # cannot be hidden
-                pytest.skip(f"{folder}/{name} is there")
+    for path in ("/usr/bin/nvcc", "/usr/bin/nvidia-smi", "/bin/nvcc", "/bin/nvidia-smi"):
+        if os.path.exists(path):  # cannot be hidden
+            pytest.skip(f"{path} is there")
     return result
 
 
 def test_no_compiler_and_no_gpu_builds_for_the_cpu(machine: Machine) -> None:
-    code, said = machine.configure('include(HotCuda)\nmessage(STATUS "built: ${HOT_CUDA_BUILT}")')
-    assert code == 0, said
+    said = machine.configure('include(HotCuda)\nmessage(STATUS "built: ${HOT_CUDA_BUILT}")')
     assert "built: OFF" in said
     assert "CUDA backend OFF (no CUDA compiler: looked in CUDACXX (not set), CUDA_HOME" in said
     machine.options["HOT_CUDA"] = "ON"
-    code, said = machine.configure("include(HotCuda)")
-    assert code != 0 and "HOT_CUDA=ON, but: no CUDA compiler" in said
+    said = machine.configure("include(HotCuda)", fails=True)
+    assert "HOT_CUDA=ON, but: no CUDA compiler" in said
 
 
 @pytest.mark.parametrize("sign", ["driver", "nvidia-smi"])
@@ -96,20 +89,17 @@ def test_a_gpu_without_a_compiler_stops_the_build(machine: Machine, sign: str) -
         (machine.root / "nvidiactl").touch()
     else:
         machine.gpus("9.0")
-    code, said = machine.configure("include(HotCuda)")
-    assert code != 0
+    said = machine.configure("include(HotCuda)", fails=True)
     assert "this machine has a GPU" in said and "HOT_CUDA=OFF pip install" in said
     assert ("compute capability 9.0" in said) == (sign == "nvidia-smi")
     machine.options["HOT_CUDA"] = "OFF"
-    code, said = machine.configure("include(HotCuda)")
-    assert code == 0 and "CUDA backend OFF (HOT_CUDA=OFF)" in said
+    assert "CUDA backend OFF (HOT_CUDA=OFF)" in machine.configure("include(HotCuda)")
 
 
 def test_a_compiler_that_fails_stops_the_build(machine: Machine) -> None:
     nvcc = program(machine.bin / "nvcc", BROKEN)
     for _ in range(2):  # the first result is not cached
-        code, said = machine.configure("include(HotCuda)")
-        assert code != 0
+        said = machine.configure("include(HotCuda)", fails=True)
         assert f"the CUDA compiler {nvcc} (from PATH) cannot compile" in said
         assert "unsupported GNU version" in said and "HOT_CUDA=OFF pip install" in said
 
@@ -195,11 +185,9 @@ def test_openmp_waits_passively_beside_other_processes() -> None:
     script = f"source {ROOT}/scripts/env.sh; "
     script += "cut() { echo $LOAD; }; hot_env_busy; echo $OMP_WAIT_POLICY"
     for load, policy in (("0.50", ""), ("9999.5", "passive")):
-        environment = {"PATH": os.environ["PATH"], "LOAD": load}
-        done = subprocess.run(
-            ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == policy and (load in done.stderr) == bool(policy)
+        done = ran("bash", "-c", script, env={"PATH": os.environ["PATH"], "LOAD": load})
+        assert (done.returncode, done.stdout.strip()) == (0, policy)
+        assert (load in done.stderr) == bool(policy)
 
 
 def minutes(said: str) -> int:
@@ -207,29 +195,25 @@ def minutes(said: str) -> int:
 
 
 def test_the_summary_says_what_is_built_how_long_and_the_switch(machine: Machine) -> None:
-    code, said = machine.configure(SUMMARY.format(cuda="OFF", wgmma="OFF", archs=""))
-    assert code == 0, said
+    said = machine.configure(SUMMARY.format(cuda="OFF", wgmma="OFF", archs=""))
     assert "-- hotcore: building for the CPU alone (no CUDA compiler). This takes" in said
     said = said.partition("for two: ")[2]
     assert "on 2 cores. To change it: HOT_CUDA=ON" in said
     cpu = minutes(said)
 
-    code, said = machine.configure(
-        SUMMARY.format(cuda="ON", wgmma="OFF", archs="80-real 80-virtual")
-    )
+    said = machine.configure(SUMMARY.format(cuda="ON", wgmma="OFF", archs="80-real 80-virtual"))
     said = said.partition("for two: ")[2]
     assert "CPU and CUDA. Architectures: 80-real, 80-virtual (for a reason). Without the" in said
     assert "90a is not among the architectures" in said
     for switch in ("CUDAARCHS=90a-real", f'CUDAARCHS="{RELEASE}"', "HOT_CUDA=OFF"):
         assert switch in said
     two = minutes(said)
-    _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="OFF", archs="80"))
+    said = machine.configure(SUMMARY.format(cuda="ON", wgmma="OFF", archs="80"))
     assert minutes(said.partition("for two: ")[2]) == two  # the short form
 
-    _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="ON", archs=f'"{RELEASE}"'))
+    said = machine.configure(SUMMARY.format(cuda="ON", wgmma="ON", archs=f'"{RELEASE}"'))
     said = said.partition("for two: ")[2]
-    assert "With the wgmma kernels" in said
-    assert cpu < two < minutes(said)
+    assert "With the wgmma kernels" in said and cpu < two < minutes(said)
 
 
 def on_a_terminal(call: Callable[[], int]) -> tuple[int, bytes]:
@@ -260,15 +244,14 @@ def test_a_build_by_pip_says_it_on_the_terminal(machine: Machine, by_pip: bool) 
     source = machine.root / "source"
 
     def configure() -> int:
-        code, said = machine.configure(SUMMARY.format(cuda="OFF", wgmma="OFF", archs=""))
+        said = machine.configure(SUMMARY.format(cuda="OFF", wgmma="OFF", archs=""))
         (source / "said").write_text(said)
-        return code
+        return 0
 
     code, shown = on_a_terminal(configure)
     assert code == 0
     line = b"hotcore: building for the CPU alone (no CUDA compiler). This takes"
-    assert (line in shown) == by_pip
-    assert line.decode() in (source / "said").read_text()
+    assert (line in shown) == by_pip and line.decode() in (source / "said").read_text()
 
 
 def test_a_build_shows_on_the_terminal_how_far_it_is(tmp_path: Path) -> None:
@@ -279,9 +262,9 @@ def test_a_build_shows_on_the_terminal_how_far_it_is(tmp_path: Path) -> None:
 
     def build() -> int:
         for command in (*["true"] * 20, "exit 3", *["true"] * 17):
-            done = subprocess.run([*words, "sh", "-c", command], cwd=tmp_path, capture_output=True)
+            done = ran(*words, "sh", "-c", command, cwd=tmp_path)
             assert done.returncode == (3 if command == "exit 3" else 0)
-            assert done.stdout + done.stderr == b""
+            assert done.stdout + done.stderr == ""
         return 0
 
     code, shown = on_a_terminal(build)
@@ -289,10 +272,8 @@ def test_a_build_shows_on_the_terminal_how_far_it_is(tmp_path: Path) -> None:
     steps = [int(n) for n in re.findall(rb"hotcore: (\d+) of 37 files compiled\r\n", shown)]
     assert steps == [4, 8, 12, 15, 19, 23, 26, 30, 34, 37]
     # The command also runs without a terminal.
-    done = subprocess.run(
-        [*words, "true"], cwd=tmp_path, start_new_session=True, capture_output=True
-    )
-    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+    done = ran(*words, "true", cwd=tmp_path, start_new_session=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_a_machine_without_a_compiler(machine: Machine) -> None:
@@ -307,23 +288,15 @@ def test_a_machine_without_a_compiler(machine: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("compiler", "problem"),
-    [
-        (
-            "set(CMAKE_CXX_COMPILER_ID GNU)\nset(CMAKE_CXX_COMPILER_VERSION 10.2.1)",
-            "GCC 10.2.1 (/usr/bin/true) stops with an internal error; use GCC 11 or newer",
-        ),
-        (
-            "set(CMAKE_CXX_COMPILER_ID Clang)\nset(MSVC 1)",
-            "/usr/bin/true takes the options of Microsoft's compiler",
-        ),
-    ],
-)
+    [("set(CMAKE_CXX_COMPILER_ID GNU)\nset(CMAKE_CXX_COMPILER_VERSION 10.2.1)",
+      "GCC 10.2.1 (/usr/bin/true) stops with an internal error; use GCC 11 or newer"),
+     ("set(CMAKE_CXX_COMPILER_ID Clang)\nset(MSVC 1)",
+      "/usr/bin/true takes the options of Microsoft's compiler")],
+)  # fmt: skip
 def test_a_compiler_that_cannot_build(machine: Machine, compiler: str, problem: str) -> None:
-    code, said = machine.configure(
-        f"set(CMAKE_CXX_COMPILER_FORCED ON)\n{compiler}\nset(CMAKE_CXX_COMPILER /usr/bin/true)\n"
-        "macro(enable_language)\nendmacro()\ninclude(HotCompiler)"
-    )
-    assert code != 0 and problem in said
+    body = f"{compiler}\nset(CMAKE_CXX_COMPILER /usr/bin/true)\nmacro(enable_language)\nendmacro()"
+    body = f"set(CMAKE_CXX_COMPILER_FORCED ON)\n{body}\ninclude(HotCompiler)"
+    assert problem in machine.configure(body, fails=True)
 
 
 def test_a_python_without_headers(machine: Machine) -> None:
@@ -369,13 +342,13 @@ def test_cutlass_is_fetched_for_sm_90a(machine: Machine) -> None:
     script.parent.mkdir(parents=True)
     script.write_text(FETCHED)
     for archs in ("80-real", "80-real;100-real"):  # these architectures do not use it
-        code, said = machine.configure(CUTLASS.format(archs=f'"{archs}"'))
-        assert code == 0 and "wgmma: OFF" in said and "fetching" not in said, said
-    code, said = machine.configure(CUTLASS.format(archs='"80-real;90a-real"'))
-    assert code == 0 and "fetching the CUTLASS headers" in said, said
-    assert "CUTLASS 4.2.0" in said and "wgmma: ON" in said, said
-    code, said = machine.configure(CUTLASS.format(archs="90a-real"))
-    assert code == 0 and "fetching" not in said and "wgmma: ON" in said, said
+        said = machine.configure(CUTLASS.format(archs=f'"{archs}"'))
+        assert "wgmma: OFF" in said and "fetching" not in said, said
+    said = machine.configure(CUTLASS.format(archs='"80-real;90a-real"'))
+    for words in ("fetching the CUTLASS headers", "CUTLASS 4.2.0", "wgmma: ON"):
+        assert words in said, said
+    said = machine.configure(CUTLASS.format(archs="90a-real"))
+    assert "fetching" not in said and "wgmma: ON" in said, said
 
 
 def test_cutlass_that_cannot_be_fetched_stops_the_build(machine: Machine) -> None:
@@ -384,14 +357,12 @@ def test_cutlass_that_cannot_be_fetched_stops_the_build(machine: Machine) -> Non
     (source / "third_party").mkdir(parents=True)
     shutil.copytree(ROOT / "scripts", source / "scripts")
     machine.environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    code, said = machine.configure(CUTLASS.format(archs="90a-real"))
-    assert code != 0
+    said = machine.configure(CUTLASS.format(archs="90a-real"), fails=True)
     assert f"python3 {source}/scripts/fetch_cutlass.py" in said
     assert "HOT_CUTLASS=OFF pip install" in said
     assert not list((source / "third_party").iterdir())  # no partial file
     machine.options["HOT_CUTLASS"] = "OFF"
-    code, said = machine.configure(CUTLASS.format(archs="90a-real"))
-    assert code == 0 and "wgmma: OFF" in said
+    assert "wgmma: OFF" in machine.configure(CUTLASS.format(archs="90a-real"))
     machine.options |= {"HOT_CUTLASS": "AUTO", "HOT_CUTLASS_DIR": machine.root}
-    code, said = machine.configure(CUTLASS.format(archs="90a-real"))
-    assert code != 0 and "holds no include/cutlass/version.h" in said
+    said = machine.configure(CUTLASS.format(archs="90a-real"), fails=True)
+    assert "holds no include/cutlass/version.h" in said

@@ -2,26 +2,32 @@
 
 import ctypes
 import dataclasses
-import functools
 import re
 import shutil
-import subprocess
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hotcore
 import numpy as np
 import pytest
-from c_api import CONSTANTS, STRUCTS, CApi, HotError, aligned, library, make, prototypes, tensor
+from c_api import (
+    CONSTANTS,
+    STRUCTS,
+    CApi,
+    HotError,
+    aligned,
+    library,
+    make,
+    prototypes,
+    room,
+    tensor,
+)
 from hotcore import HotConfig, Key, _core
 from hotcore.config import FIELDS, RECIPES
-from support import ALL, KEY, OTHER_KEY, data, equal_bits, parted_key
+from support import ALL, KEY, OTHER_KEY, data, equal_bits, parted_key, ran, same_bits
 
 INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
-
-
-# ---- the stages have the bits of the binding ----
 
 
 def test_stages(api: CApi, rng: np.random.Generator) -> None:
@@ -43,8 +49,7 @@ def test_stages(api: CApi, rng: np.random.Generator) -> None:
         for options in ({"bits": 8}, {"bits": 4}, {"bits": 4, "packed": True}):
             options = {**options, "scale": scale, "rounding": rounding, **key}
             got, wanted = api.quantize(x, **options), hotcore.quantize(x, **options)
-            for ours, theirs in zip(got, wanted, strict=True):
-                equal_bits(ours, theirs, str(options))
+            same_bits(got, wanted, str(options))
         back = hotcore.dequantize(*hotcore.quantize(x, scale=scale), granularity=scale)
         equal_bits(api.dequantize(*hotcore.quantize(x, scale=scale), granularity=scale), back)
     q = rng.integers(-128, 128, (7, 13), np.int8)
@@ -126,22 +131,19 @@ def test_weight_int4(api: CApi, rng: np.random.Generator, exponents: np.ndarray 
     w, x, spec, group = data(rng, (9, 70)), data(rng, (5, 70)), api.forward_spec(64), 64
     powers = None if exponents is None else tensor(exponents)
     expected = hotcore.quantize_weight_int4(w, group=group, exponents=exponents)
-    count = api.number("hot_weight_int4_bytes", 9, 70, spec, group)
-    codes, weight, wide = aligned(count), make("hot_weight"), make("hot_weight")
-    place = codes.ctypes.data, count
-    api.on("hot_quantize_weight_int4", tensor(w), powers, spec, group, *place, weight)
+    codes = aligned(api.number("hot_weight_int4_bytes", 9, 70, spec, group))
+    weight, wide = make("hot_weight"), make("hot_weight")
+    api.on("hot_quantize_weight_int4", tensor(w), powers, spec, group, *room(codes), weight)
     equal_bits(codes, expected.data)
-    count = api.number("hot_forward_weight_bytes", 9, 70, spec)
-    memory = aligned(count)
-    api.on("hot_expand_weight_int4", weight, spec, group, memory.ctypes.data, count, wide)
+    memory = aligned(api.number("hot_forward_weight_bytes", 9, 70, spec))
+    api.on("hot_expand_weight_int4", weight, spec, group, *room(memory), wide)
     expanded = hotcore.expand_weight_int4(expected)
     equal_bits(memory, expanded.data)
     floats = np.full((9, 70), np.nan, np.float32)
     api.on("hot_dequantize_weight", wide, spec, powers, tensor(floats))
     equal_bits(floats, hotcore.dequantize_weight(expanded))
-    count = api.number("hot_forward_input_bytes", 5, 70, spec)
-    of_x, made = aligned(count), make("hot_input")
-    end = spec, of_x.ctypes.data, count, made, None, None, 0, None, 0, None
+    of_x, made = aligned(api.number("hot_forward_input_bytes", 5, 70, spec)), make("hot_input")
+    end = spec, *room(of_x), made, None, None, 0, None, 0, None
     api.on("hot_quantize_forward_input_scaled", tensor(x), powers, *end)
     y = hotcore.forward_linear(x, expanded, out_dtype="float32")
     equal_bits(api.forward_linear(made, wide, None, spec), y)
@@ -150,15 +152,14 @@ def test_weight_int4(api: CApi, rng: np.random.Generator, exponents: np.ndarray 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_input_that_is_kept(api: CApi, rng: np.random.Generator, recipe: str) -> None:
     x, forward, kept = data(rng, (97, 35)), api.forward_spec(64), api.spec(recipe)
-    codes, quantized, room, saved = api.quantize_forward_input(x, forward, kept, key=KEY)
+    codes, quantized, of_x, saved = api.quantize_forward_input(x, forward, kept, key=KEY)
     alone, other, _, _ = api.quantize_forward_input(x, forward)
     equal_bits(codes, alone)
     assert (quantized.bytes, quantized.format) == (other.bytes, other.format)
     memory, expected = api.compress_activation(x, kept, key=KEY)
-    equal_bits(room, memory)
+    equal_bits(of_x, memory)
     expected.data = saved.data  # all fields except its address
-    assert bytes(saved) == bytes(expected)
-    assert saved.data == room.ctypes.data
+    assert bytes(saved) == bytes(expected) and saved.data == of_x.ctypes.data
 
 
 def test_inputs_that_are_missing(api: CApi, rng: np.random.Generator) -> None:
@@ -167,14 +168,14 @@ def test_inputs_that_are_missing(api: CApi, rng: np.random.Generator) -> None:
     codes, quantized, _, _ = api.quantize_forward_input(x, spec)
     _, weight = api.quantize_forward_weight(w, spec)
     y, scratch = np.full((48, 6), 7, np.float32), aligned(1 << 16)
-    end = (None, spec, tensor(y), scratch.ctypes.data, scratch.size)
+    end = (None, spec, tensor(y), *room(scratch))
     for arguments, words in (
         ((quantized, None, None), "w and weight are both null; expected one"),
         ((quantized, tensor(w), weight), "w and weight are both given; expected one"),
         ((None, tensor(w), None), "x is null"),
         ((make("hot_input", struct_size=40), tensor(w), None), "x.struct_size is 40; expected the"),
     ):
-        refused(lambda a=arguments: api.on("hot_forward_linear_input", *a, *end), words)
+        refused(api.on, words, of=("hot_forward_linear_input", *arguments, *end))
     assert (y == 7).all()
     wrong = api.spec("default")
     wrong.gx_scale = 9
@@ -189,8 +190,8 @@ def test_inputs_that_are_missing(api: CApi, rng: np.random.Generator) -> None:
         ("spec", None, "spec is null"),
         ("kept", wrong, "kept.gx_scale is 9"),
     ):
-        call = lambda n=name, b=bad: api.on("hot_quantize_forward_input", *{**good, n: b}.values())  # noqa: E731
-        refused(call, "quantize_forward_input: ", words)
+        arguments = "hot_quantize_forward_input", *{**good, name: bad}.values()
+        refused(api.on, "quantize_forward_input: ", words, of=arguments)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -198,8 +199,8 @@ def test_decompress_activation(api: CApi, rng: np.random.Generator, recipe: str)
     x, spec = data(rng, (97, 35)), api.spec(recipe)
     kept, saved = api.compress_activation(x, spec, key=KEY)
     if HotConfig.recipe(recipe).basis != "full":
-        call = functools.partial(api.decompress_activation, saved, 0, 97, spec)
-        refused(call, "decompress_activation: saved has basis", status=UNSUPPORTED)
+        words = "decompress_activation: saved has basis"
+        refused(api.decompress_activation, words, of=(saved, 0, 97, spec), status=UNSUPPORTED)
         return
     model = hotcore.compress_activation(x, recipe, key=KEY)
     for first, last in ((0, 97), (63, 66), (5, 5)):
@@ -251,12 +252,11 @@ def test_contexts(api: CApi, rng: np.random.Generator) -> None:
     other.lib.hot_context_destroy(None)
 
 
-# ---- errors ----
-
-
-def refused(call: Callable[[], object], *words: str, status: int = INVALID) -> None:
+def refused(
+    call: Callable[..., object], *words: str, of: Sequence[Any] = (), status: int = INVALID
+) -> None:
     with pytest.raises(HotError) as error:
-        call()
+        call(*of)
     assert error.value.status == status, error.value
     for word in words:
         assert word in str(error.value)
@@ -271,15 +271,14 @@ def test_errors_of_contexts_and_names(api: CApi) -> None:
     refused(lambda: api.on("hot_context_set_sm_margin", -1), "sms is -1")
     if not _core.built_with_cuda():
         out = ctypes.c_void_p()
-        call = functools.partial(api.call, "hot_context_cuda", 0, None, ctypes.byref(out))
-        refused(call, "no CUDA backend", status=UNSUPPORTED)
+        arguments = "hot_context_cuda", 0, None, ctypes.byref(out)
+        refused(api.call, "no CUDA backend", of=arguments, status=UNSUPPORTED)
         assert out.value is None
 
 
 def test_wrong_numbers_and_nulls(api: CApi) -> None:
     x = np.zeros((8, 16), np.float32)
     good, fine = tensor(x), tensor(np.empty((8, 16), np.float32))
-    on = api.on
     for field, value, words in (
         ("dtype", 6, "x.dtype is 6; expected 0 to 5"),
         ("dtype", -1, "x.dtype is -1"),
@@ -294,7 +293,7 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     ):
         bad = tensor(x)
         setattr(bad, field, value)
-        refused(lambda bad=bad: on("hot_fwht", bad, -1, 16, fine), "fwht", words)
+        refused(api.on, "fwht", words, of=("hot_fwht", bad, -1, 16, fine))
     context, place = api._context, ctypes.byref(ctypes.c_void_p())
     for words, name, *arguments in (
         ("x is null", "fwht", context, None, -1, 16, fine),
@@ -310,26 +309,22 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
         ("name is null", "spec_recipe", None, make("hot_spec")),
         ("spec is null", "spec_recipe", b"fast", None),
     ):
-        refused(lambda n=name, a=arguments: api.call(f"hot_{n}", *a), words)
-    numbers = (("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("gw_rounding", 3))
+        refused(api.call, words, of=(f"hot_{name}", *arguments))
     for field, value in (
-        *numbers,
-        ("storage", 2),  # a removed form
-        ("equalize_tokens", 2),
-        ("row_count", 65),
-        ("gx_bits", 5),
-        ("hadamard_block", 0),
+        *(("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("gw_rounding", 3)),
+        *(("storage", 2), ("equalize_tokens", 2), ("row_count", 65)),  # 2 was a form of storage
+        *(("gx_bits", 5), ("hadamard_block", 0)),
     ):
         spec = api.spec("default")
         setattr(spec, field, value)
-        refused(lambda s=spec: api.compress_activation(x, s), f"{field} is {value}")
+        refused(api.compress_activation, f"{field} is {value}", of=(x, spec))
     spec = api.spec("paper")
     spec.row_count = 2
     refused(lambda: api.compress_activation(x, spec), "spec.rows is null")
     for wrong in ("granularity", "rounding"):
         codes, q = {"granularity": 1, "rounding": 0, wrong: 9}, tensor(np.empty((8, 16), np.int8))
-        arguments = good, 8, *codes.values(), q, fine
-        refused(lambda a=arguments: on("hot_quantize", *a), f"{wrong} is 9")
+        arguments = "hot_quantize", good, 8, *codes.values(), q, fine
+        refused(api.on, f"{wrong} is 9", of=arguments)
 
 
 def test_fields_by_name(api: CApi) -> None:
@@ -372,8 +367,7 @@ def test_fields_by_name(api: CApi) -> None:
         ("storage", "rht4", ("storage: 'rht4' is not one of 'int8'",)),
         ("rows", "1", ("rows is the caller's array",)),
     ):
-        pair = name.encode(), value.encode()
-        refused(lambda pair=pair: api.call("hot_spec_set", spec, *pair), *words)
+        refused(api.call, *words, of=("hot_spec_set", spec, name.encode(), value.encode()))
     refused(lambda: api.call("hot_spec_set", spec, None, b"1"), "field is null")
     refused(lambda: api.call("hot_spec_set", spec, b"rank", None), "text is null")
     refused(lambda: api.call("hot_spec_get", spec, b"storage", room, 4), "storage needs 5")
@@ -406,20 +400,20 @@ def test_reserved_members_are_zero(api: CApi) -> None:
     """Other values are reserved for later versions."""
     spec, forward, w = api.spec("default"), api.forward_spec(16), np.ones((8, 16), np.float32)
     memory, saved = aligned(1 << 16), make("hot_saved")
-    kept = (memory.ctypes.data, memory.size, None, 0, saved)
+    kept = (*room(memory), None, 0, saved)
     spec.reserved = forward.reserved = 1
     refused(lambda: api.on("hot_compress_activation", tensor(w), spec, *kept), "spec.reserved is 1")
-    call = functools.partial(api.number, "hot_forward_weight_bytes", 8, 16, forward)
-    refused(call, "spec.reserved is 1; expected 0")
+    arguments = "hot_forward_weight_bytes", 8, 16, forward
+    refused(api.number, "spec.reserved is 1; expected 0", of=arguments)
     spec.reserved = 0
     api.on("hot_compress_activation", tensor(w), spec, *kept)
-    gw, room = np.ones((8, 16), np.float32), aligned(1 << 16)
+    gw, workspace = np.ones((8, 16), np.float32), aligned(1 << 16)
     view = tensor(gw)
     out = make("hot_gradients", gw=ctypes.addressof(view))
-    arguments = tensor(w[:, :8]), None, saved, spec, out, room.ctypes.data, room.size
+    arguments = tensor(w[:, :8]), None, saved, spec, out, *room(workspace)
     for given, words in ((saved, "saved.reserved is 1"), (out, "out.reserved is 1")):
         given.reserved = 1
-        refused(lambda: api.on("hot_backward_linear", *arguments), words)
+        refused(api.on, words, of=("hot_backward_linear", *arguments))
         given.reserved = 0
     assert (gw == 1).all()
 
@@ -435,17 +429,11 @@ def test_supported_says_why(api: CApi) -> None:
 
 def test_errors_are_of_their_thread(api: CApi) -> None:
     refused(lambda: api.spec("best"), "best")
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(api.lib.hot_last_error()))
-    thread.start()
-    thread.join()
-    assert seen == [b""]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(api.lib.hot_last_error).result() == b""
     assert b"best" in api.lib.hot_last_error()
     api.fwht(np.zeros((1, 16), np.float32))  # a successful call keeps the text
     assert b"best" in api.lib.hot_last_error()
-
-
-# ---- versions ----
 
 
 def test_longer_structs_of_a_later_header(api: CApi) -> None:
@@ -459,8 +447,8 @@ def test_longer_structs_of_a_later_header(api: CApi) -> None:
     api.on("hot_fwht", longer, -1, 16, tensor(out))
     equal_bits(out, hotcore.fwht(x))
     longer.later = 1
-    call = functools.partial(api.on, "hot_fwht", longer, -1, 16, tensor(out))
-    refused(call, "x.struct_size is 104", hotcore.__version__)
+    arguments = "hot_fwht", longer, -1, 16, tensor(out)
+    refused(api.on, "x.struct_size is 104", hotcore.__version__, of=arguments)
     # The library fills the members that it knows.
     memory = ctypes.create_string_buffer(b"\x5a" * 256)
     size = ctypes.sizeof(STRUCTS["hot_spec"])
@@ -477,7 +465,8 @@ def test_names_and_the_build() -> None:
     assert lib.hot_cuda_architectures().decode() == _core.cuda_architectures()
     names = [lib.hot_recipe_name(i) for i in range(-1, len(RECIPES) + 1)]
     assert names == [None, *(name.encode() for name in RECIPES), None]
-    for name in _STATUSES:
+    for name in ("OK", "INVALID_ARGUMENT", "UNSUPPORTED", "WORKSPACE_TOO_SMALL",
+                 "CUDA_ERROR", "OUT_OF_MEMORY", "INTERNAL_ERROR"):  # fmt: skip
         assert lib.hot_status_name(CONSTANTS[f"HOT_{name}"]).decode() == name.lower()
     assert lib.hot_status_name(-1) == lib.hot_status_name(7) == b"unknown"
     sizes = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I32": 4, "I4X2": 1}
@@ -485,19 +474,11 @@ def test_names_and_the_build() -> None:
     assert lib.hot_dtype_size(6) == lib.hot_dtype_size(-1) == 0
 
 
-_STATUSES = (
-    *("OK", "INVALID_ARGUMENT", "UNSUPPORTED", "WORKSPACE_TOO_SMALL"),
-    *("CUDA_ERROR", "OUT_OF_MEMORY", "INTERNAL_ERROR"),
-)
-
-
 def test_libhot_exports_its_own_names_alone() -> None:
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("needs nm")
-    listed = subprocess.run(
-        [nm, "-D", "--defined-only", library()._name], capture_output=True, text=True, check=True
-    ).stdout
+    listed = ran(nm, "-D", "--defined-only", library()._name).stdout
     symbols = {line.split()[-1] for line in listed.splitlines()}
     plain = {name for name in symbols if not re.match(r"_Z(N|NK|TIN|TSN|TVN)3hot", name)}
     assert plain == set(prototypes())

@@ -1,12 +1,12 @@
 """examples/cpp_trainer on the CPU: it builds as its README section says, and it learns."""
 
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cpp_projects import TRAINER, build, check_curves, curves, run
+from support import ran
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.long
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The program and its data."""
     folder = tmp_path_factory.mktemp("trainer")
     digits = folder / "digits.bin"
     run(sys.executable, TRAINER / "export_digits.py", digits)
@@ -26,20 +25,17 @@ def test_learns_like_fp32(trainer: tuple[Path, Path], recipe: str) -> None:
     text = run(*trainer, "--epochs", 6, "--recipe", recipe)
     check_curves(curves(text))
     kept = [int(line.split()[-2]) for line in text.splitlines() if "kept for backward" in line]
-    assert kept[0] == 4 * 128 * (64 + 128 + 128)
-    assert kept[1] <= 0.15 * kept[0]
+    assert kept[0] == 4 * 128 * (64 + 128 + 128) and kept[1] <= 0.15 * kept[0]
     assert run(*trainer, "--epochs", 6, "--recipe", recipe) == text  # the same seed, the same bits
 
 
 def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
     program, digits = trainer
-    cut = tmp_path / "cut.bin"
-    cut.write_bytes(digits.read_bytes()[:-1])
-    label = tmp_path / "label.bin"
-    label.write_bytes(digits.read_bytes()[:-1] + b"\x0a")  # once read beyond the logits
-    none = tmp_path / "empty.bin"
+    short = digits.read_bytes()[:-1]
+    cut, label, none, other = (tmp_path / f"{n}.bin" for n in ("cut", "label", "empty", "other"))
+    cut.write_bytes(short)
+    label.write_bytes(short + b"\x0a")  # once read beyond the logits
     none.write_bytes(b"DIGITS1\0" + struct.pack("<3I", 0, 64, 10))
-    other = tmp_path / "other.bin"
     other.write_bytes(b"something else that is long enough")
     for words, message in (
         ([], "usage: cpp_trainer DIGITS"),
@@ -57,7 +53,5 @@ def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
         ([digits, "--speed", "1"], "unknown option: --speed"),
         ([digits, digits], "two files"),
     ):
-        done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert done.stdout == ""
+        done = ran(program, *words)
+        assert (done.returncode, done.stdout) == (1, "") and message in done.stderr

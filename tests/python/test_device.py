@@ -1,11 +1,10 @@
 """The verdict on a GPU: by a table, in `info`, and at the first call. No GPU is needed."""
 
 import json
-import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import _core, contexts, info, selftest
-from support import refused
+from support import ran, refused
 
 PAIR = "80-real;90a-real"
 
@@ -26,7 +25,10 @@ def test_missing_devices() -> None:
     assert not _core.cuda_wgmma()
     refused(lambda: _core.cuda_device_verdict(0), missing, NotImplementedError)
     refused(lambda: contexts.cuda(0, 0), missing, NotImplementedError)
-    assert "HOT_CUDA=ON" in hotcore.supported(32, 24, 16, device="cuda")[1]
+    refused(lambda: _core.CoreContext(device=0), "no CUDA backend", NotImplementedError)
+    for device in ("cuda", "cuda:0"):
+        ok, why = hotcore.supported(32, 24, 16, device=device)
+        assert not ok and "no CUDA backend" in why and "HOT_CUDA=ON" in why
 
 
 class FakeCore(types.SimpleNamespace):
@@ -82,23 +84,23 @@ def test_an_unmeasured_gpu_is_tested_at_its_first_call(monkeypatch: pytest.Monke
             contexts.cuda(1, stream)
 
 
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], code: int = 0) -> None:
-    """Put an nvidia-smi on the path that prints these lines."""
-    script = tmp_path / "nvidia-smi"
-    body = "".join(f"echo '{line}'\n" for line in lines)
-    script.write_text(f"#!/bin/sh\n[ $# = 2 ] || exit 9\n{body}exit {code}\n")
-    script.chmod(0o755)
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts an nvidia-smi on the path that prints these lines. torch sees no GPU."""
+    monkeypatch.setattr(info, "_gpus_of_torch", list)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
+    def put(*lines: str, code: int = 0) -> None:
+        body = "".join(f"echo '{line}'\n" for line in lines)
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\n[ $# = 2 ] || exit 9\n{body}exit {code}\n")
+        script.chmod(0o755)
 
-@pytest.fixture
-def no_torch_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "_gpus_of_torch", list)
+    return put
 
 
-@pytest.mark.usefixtures("no_torch_gpus")
-def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(tmp_path, monkeypatch, ["NVIDIA H200, 9.0", "Tesla T4, 7.5", "NVIDIA L4, 8.9"])
+def test_info_has_a_verdict_for_each_gpu(smi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi("NVIDIA H200, 9.0", "Tesla T4, 7.5", "NVIDIA L4, 8.9")
     monkeypatch.setattr(info, "_core", fake := FakeCore([], PAIR, wgmma=True))
     facts = info.table(info.collect())
     assert facts["GPUs"] == "3, by nvidia-smi"
@@ -114,8 +116,7 @@ def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     fake.cuda_wgmma = lambda: False
     facts = info.table(info.collect())
     assert facts["GPU 0"].startswith("NVIDIA H200: usable, but slower than it could be: ")
-    assert facts["wgmma kernels"].startswith("no (")
-    assert "sm_90a: tested" not in facts["of these"]
+    assert facts["wgmma kernels"].startswith("no (") and "sm_90a: tested" not in facts["of these"]
 
     fake.built_with_cuda = lambda: False
     facts = info.table(info.collect())
@@ -148,49 +149,38 @@ def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> Non
     said = "this process sees 0 CUDA device(s): the driver is too old"
     facts = info.collect()
     assert facts["cuda_error"] == said
-    for driver, text in (
-        (True, f"finds no GPU: {said}"),
-        (False, "no NVIDIA driver on this machine"),
-    ):
+    texts = ((True, f"finds no GPU: {said}"), (False, "no NVIDIA driver on this machine"))
+    for driver, text in texts:
         assert info.table({**facts, "driver": driver})["CUDA runtime"] == text
     fake.built_with_cuda = lambda: False
     assert info.collect()["cuda_error"] is None
     assert info.table(info.collect())["CUDA runtime"] == "none"
 
 
-@pytest.mark.usefixtures("no_torch_gpus")
-def test_info_says_what_nvidia_smi_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(tmp_path, monkeypatch, ["Failed to initialize NVML"], code=9)
+def test_info_says_what_nvidia_smi_said(smi: Any) -> None:
+    smi("Failed to initialize NVML", code=9)
     facts = info.collect()
     assert facts["gpus"] == {"error": "RuntimeError: nvidia-smi: Failed to initialize NVML"}
     said = "unknown (RuntimeError: nvidia-smi: Failed to initialize NVML)"
     assert info.table(facts)["GPUs"] == said
 
 
-@pytest.mark.usefixtures("no_torch_gpus")
-def test_info_without_a_gpu_to_test(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    smi(tmp_path, monkeypatch, ["Tesla T4, 7.5"])
+def test_info_without_a_gpu_to_test(smi: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    smi("Tesla T4, 7.5")
     assert info.main(["--self-test"]) == 1
     said = capsys.readouterr().out
     assert "Tesla T4: not tested: " in said and "no GPU to test" in said
 
 
-@pytest.mark.usefixtures("no_torch_gpus")
-def test_info_prints_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(tmp_path, monkeypatch, ["NVIDIA H200, 9.0"])
-    code = (
-        "import sys; sys.modules['torch'] = None\nfrom hotcore import info; info.main(['--json'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    facts: dict[str, Any] = json.loads(done.stdout)
+def test_info_prints_the_gpus(smi: Any) -> None:
+    smi("NVIDIA H200, 9.0")
+    code = "import sys; sys.modules['torch'] = None; from hotcore import info; info.main()"
+    facts: dict[str, Any] = json.loads(ran(sys.executable, "-c", code, "--json").stdout)
     (gpu,) = facts["gpus"]
     assert (gpu["name"], gpu["compute_capability"]) == ("NVIDIA H200", [9, 0])
     assert (gpu["source"], gpu["level"]) == ("nvidia-smi", "full" if _core.cuda_wgmma() else "none")
     assert gpu["int8_ratio"] == 2 and "measured" in gpu["int8"]
     rows = info.table(facts)
-    assert rows["GPUs"] == "1, by nvidia-smi"
-    assert rows["GPU 0"].startswith("NVIDIA H200: ")
+    assert rows["GPUs"] == "1, by nvidia-smi" and rows["GPU 0"].startswith("NVIDIA H200: ")
     assert rows["GPU 0"].endswith(f": {gpu['verdict']}")
     assert list(rows).index("GPU 0") == list(rows).index("GPUs") + 1

@@ -1,7 +1,6 @@
 """The C++, C and CMake of docs/cpp.md, and the README's C++, build and run unchanged."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import hotcore
@@ -63,13 +62,9 @@ def test_pkg_config_line(tmp_path: Path) -> None:
     if not (INSTALLED / "include").exists():
         pytest.skip(f"needs an installed hotcore; {INSTALLED} has no headers")
     (tmp_path / "trainer.cpp").write_text(blocks("cpp")[0])
-    library = INSTALLED / "lib"
-    subprocess.run(
-        ["sh", "-ec", f"{line} && ./trainer"],  # it finds libhot by its rpath
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PKG_CONFIG_PATH": str(library / "pkgconfig")},
-        check=True,
-    )
+    environment = {"PATH": "/usr/bin:/bin", "PKG_CONFIG_PATH": str(INSTALLED / "lib/pkgconfig")}
+    # The program finds libhot by its rpath.
+    run("sh", "-ec", f"{line} && ./trainer", cwd=tmp_path, env=environment)
 
 
 def test_rust(tmp_path: Path) -> None:
@@ -82,7 +77,7 @@ def test_rust(tmp_path: Path) -> None:
     (line,) = re.findall(r"^(rustc .*?)(?: *#.*)?$", PAGE, re.MULTILINE)
     tools = f"{Path(rustc).parent}:/usr/bin:/bin"
     environment = {"PATH": tools, "HOME": str(Path.home()), "LIBHOT": str(tmp_path)}
-    subprocess.run(["sh", "-ec", line], cwd=tmp_path, env=environment, check=True)
+    run("sh", "-ec", line, cwd=tmp_path, env=environment)
     said = run(tmp_path / "layer", env={})
     x, gy = (
         (np.arange(r * c, dtype=np.int64) ** 2 % 997).reshape(r, c).astype(np.float32) / 500 - 1

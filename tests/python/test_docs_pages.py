@@ -34,7 +34,6 @@ def test_pages_that_must_be_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links(page: Path) -> None:
-    """Linked files exist, and external links are addresses."""
     prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "`code`", prose)):
         address = urlsplit(target)
@@ -48,15 +47,11 @@ def test_links(page: Path) -> None:
 
 def code_files() -> list[Path]:
     paths = [path for folder in CODE for path in (ROOT / folder).rglob("*")]
-    return [
-        path
-        for path in paths
-        if path.suffix in SUFFIXES and "_deps" not in path.parts and path != Path(__file__)
-    ]
+    code = [path for path in paths if path.suffix in SUFFIXES and path != Path(__file__)]
+    return [path for path in code if "_deps" not in path.parts]
 
 
 def test_what_code_says_of_pages() -> None:
-    """Every page that a comment cites exists and contains the quoted words."""
     seen = 0
     for path in code_files():
         for match in re.finditer(r'docs/([\w/]+\.md)(?:(?:,|:) "([^"\n]+)")?', text_of(path)):
@@ -95,7 +90,6 @@ def test_drawings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported(module: str) -> list[str]:
-    """The names of ``__all__``, in its order."""
     (names,) = re.findall(r"^__all__ = \[(.*?)\]", text_of(ROOT / module), re.M | re.S)
     return re.findall(r'"(\w+)"', names)
 

@@ -11,16 +11,18 @@ from pathlib import Path
 import hotcore
 import numpy as np
 import pytest
-from hotcore import HotConfig
+from hotcore import HotConfig, forward_linear
 from hotcore.config import RECIPES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 from bounds import Matrix, forward_bound, gw_bound, gx_bound
-from support import ALL, equal_bits, same_on_every_path, torch
+from support import ALL, equal_bits, same_bits, same_on_every_path, torch
+from support import layer as data_of_a_layer
 
 SAMPLES, GRID = 4, (4, 4)
 TOKENS, OUTS, INS = SAMPLES * (1 + GRID[0] * GRID[1]), 48, 40
 KEY = 3
+Bound = tuple[Matrix, Matrix]
 Edge = Callable[[Matrix, Matrix, Matrix, np.random.Generator], None]
 
 
@@ -33,15 +35,20 @@ def config_of(recipe: str) -> HotConfig:
 
 
 def layer(seed: int = 5) -> tuple[Matrix, Matrix, Matrix]:
-    rng = np.random.default_rng(seed)
-    return tuple(  # type: ignore[return-value]
-        rng.standard_normal(shape).astype(np.float32)
-        for shape in ((TOKENS, OUTS), (OUTS, INS), (TOKENS, INS))
-    )
+    return data_of_a_layer(np.random.default_rng(seed), TOKENS, OUTS, INS)
 
 
 def run(gy: Matrix, w: Matrix, x: Matrix, config: HotConfig) -> hotcore.Gradients:
     return hotcore.backward_linear(gy, w, x, config=config, need=ALL, key=KEY)
+
+
+def bounds(gy: Matrix, w: Matrix, x: Matrix, config: HotConfig) -> tuple[Bound, Bound]:
+    """Exact values and bounds of the error of g_x and of g_w."""
+    return gx_bound(gy, w, config), gw_bound(gy, x, config, KEY)
+
+
+def within(got: Matrix, bound: Bound) -> np.ndarray:
+    return np.abs(got - bound[0]) <= bound[1]
 
 
 def denormals(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
@@ -50,8 +57,6 @@ def denormals(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> Non
 
 
 def scaled(*powers: int) -> Edge:
-    """g_y, w and x times powers of two."""
-
     def change(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
         for values, power in zip((gy, w, x), powers, strict=True):
             values *= np.float32(2.0**power)
@@ -74,8 +79,6 @@ def zero_block(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> No
 
 
 def only(tokens: Callable[[np.random.Generator], object]) -> Edge:
-    """A g_y of these tokens alone."""
-
     def change(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
         kept = np.zeros(TOKENS, bool)
         kept[tokens(rng)] = True
@@ -123,11 +126,8 @@ def edge(name: str) -> tuple[Matrix, Matrix, Matrix]:
 def test_within_bound(recipe: str, name: str) -> None:
     config, (gy, w, x) = config_of(recipe), edge(name)
     got = run(gy, w, x, config)
-    for ours, (target, error) in zip(
-        got, (gx_bound(gy, w, config), gw_bound(gy, x, config, KEY)), strict=False
-    ):
-        assert np.isfinite(ours).all()
-        assert (np.abs(ours - target) <= error).all()
+    for ours, bound in zip(got, bounds(gy, w, x, config), strict=False):
+        assert np.isfinite(ours).all() and within(ours, bound).all()
     sums = np.abs(gy.astype(np.float64)).sum(0)
     assert (np.abs(got.gb - gy.astype(np.float64).sum(0)) <= 68 * 2.0**-24 * sums).all()
 
@@ -138,9 +138,8 @@ def test_zero_rows_give_zero(recipe: str) -> None:
     for name in EDGES:
         gy, w, x = edge(name)
         got = run(gy, w, x, config_of(recipe))
-        tokens, outs = ~gy.any(1), ~gy.any(0)
-        equal_bits(got.gx[tokens], np.zeros((tokens.sum(), INS), np.float32), name)
-        equal_bits(got.gw[outs], np.zeros((outs.sum(), INS), np.float32), name)
+        for ours, zero in ((got.gx, ~gy.any(1)), (got.gw, ~gy.any(0))):
+            equal_bits(ours[zero], np.zeros((zero.sum(), INS), np.float32), name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -219,10 +218,6 @@ def test_a_caller_that_flushes_denormals_changes_nothing() -> None:
         torch.set_flush_denormal(False)
 
 
-def forward(x: Matrix, w: Matrix, bias: Matrix | None = None) -> Matrix:
-    return hotcore.forward_linear(x, w, bias)
-
-
 def of_forward(name: str) -> tuple[Matrix, Matrix]:
     """x and w of an edge. The edges are named after g_y; here x has its values."""
     gy, _, w = layer()
@@ -257,29 +252,27 @@ TWO: dict[str, Callable[[Matrix, Matrix], None]] = {
 @pytest.mark.parametrize("name", EDGES)
 def test_forward_within_bound(name: str) -> None:
     x, w = of_forward(name)
-    got = forward(x, w)
-    target, error = forward_bound(x, w)
-    assert np.isfinite(got).all()
-    assert (np.abs(got - target) <= error).all()
+    got = forward_linear(x, w)
+    assert np.isfinite(got).all() and within(got, forward_bound(x, w)).all()
     # A zero token or out feature gives exactly +0, or the bias.
     zero = ~x.any(1)[:, None] | ~w.any(1)
     equal_bits(got[zero], np.zeros(zero.sum(), np.float32))
     bias = np.linspace(-3, 3, w.shape[0]).astype(np.float32)
-    equal_bits(forward(x, w, bias)[zero], np.broadcast_to(bias, zero.shape)[zero])
-    same_on_every_path(lambda: forward(x, w, bias))
+    equal_bits(forward_linear(x, w, bias)[zero], np.broadcast_to(bias, zero.shape)[zero])
+    same_on_every_path(lambda: forward_linear(x, w, bias))
 
 
 def test_forward_of_scaled_numbers() -> None:
     x, w = of_forward("normal numbers")
-    expected = forward(x, w)
+    expected = forward_linear(x, w)
     for a, b in ((-90, 0), (110, 0), (60, -50), (-60, 50), (-60, -40)):
-        got = forward(x * np.float32(2.0**a), w * np.float32(2.0**b))
+        got = forward_linear(x * np.float32(2.0**a), w * np.float32(2.0**b))
         equal_bits(got, expected * np.float32(2.0 ** (a + b)), f"{a} {b}")
     # Values below 2^-100 after the transform have no scale: 0. Results below 2^-126 are rounded.
     for power in (-115, -140):
-        assert not forward(np.ldexp(x, power), w).any()
-        assert not forward(x, np.ldexp(w, power)).any()
-    small = forward(np.ldexp(x, -72), np.ldexp(w, -66))
+        assert not forward_linear(np.ldexp(x, power), w).any()
+        assert not forward_linear(x, np.ldexp(w, power)).any()
+    small = forward_linear(np.ldexp(x, -72), np.ldexp(w, -66))
     exact = np.ldexp(expected.astype(np.float64), -138)
     assert (np.abs(small - exact) <= 2 * 2.0**-149).all()
     assert small.any() and np.abs(small).max() < 2.0**-126
@@ -291,17 +284,14 @@ def test_forward_of_the_largest_numbers() -> None:
     x, w = (np.clip(v, -2, 2) / 2 for v in of_forward("normal numbers"))
     for power, other in ((118, 0), (0, 108)):
         large, wide = np.ldexp(x, power), np.ldexp(w, other)
-        target, error = forward_bound(large, wide)
-        got = forward(large, wide)
-        assert np.isfinite(got).all()
-        assert (np.abs(got - target) <= error).all()
+        got = forward_linear(large, wide)
+        assert np.isfinite(got).all() and within(got, forward_bound(large, wide)).all()
     ones = np.full_like(x[:1], 2.0**123)
-    assert np.isnan(forward(ones, w)).all()
-    y = forward(np.ldexp(x, 100), np.ldexp(w, 60))
-    assert not np.isnan(y).any()
-    assert np.isinf(y).any()
-    y = hotcore.forward_linear(np.ldexp(x, 9), np.ldexp(w, 9), out_dtype="float16")
-    exact = np.ldexp(forward(x, w), 18)
+    assert np.isnan(forward_linear(ones, w)).all()
+    y = forward_linear(np.ldexp(x, 100), np.ldexp(w, 60))
+    assert not np.isnan(y).any() and np.isinf(y).any()
+    y = forward_linear(np.ldexp(x, 9), np.ldexp(w, 9), out_dtype="float16")
+    exact = np.ldexp(forward_linear(x, w), 18)
     assert (np.isinf(y) == (np.abs(exact) >= 65520)).all()
 
 
@@ -311,18 +301,16 @@ def test_equalised_within_bound(recipe: str, name: str) -> None:
     config = HotConfig.recipe(recipe, equalize_tokens=True)
     gy, w, x = edge(name)
     got = run(gy, w, x, config)
-    target, error = gw_bound(gy, x, config, KEY)
-    assert np.isfinite(got.gw).all()
-    assert (np.abs(got.gw - target) <= error).all()
+    assert np.isfinite(got.gw).all() and within(got.gw, gw_bound(gy, x, config, KEY)).all()
     equal_bits(got.gx, run(gy, w, x, HotConfig.recipe(recipe)).gx)
 
 
-def rows(*which: int) -> Callable[[Matrix], Matrix]:
-    return lambda x: np.isin(np.arange(x.shape[0]), which)[:, None] | np.zeros(x.shape, bool)
+def rows(which: int) -> Callable[[Matrix], Matrix]:
+    return lambda like: (np.arange(len(like)) == which)[:, None] | nowhere(like)
 
 
-def columns(*which: int) -> Callable[[Matrix], Matrix]:
-    return lambda like: rows(*which)(like.T).T
+def columns(which: int) -> Callable[[Matrix], Matrix]:
+    return lambda like: rows(which)(like.T).T
 
 
 def everywhere(like: Matrix) -> Matrix:
@@ -374,43 +362,33 @@ def test_the_largest_numbers(recipe: str) -> None:
     # A transform adds up to 16 values, and a sketch multiplies by 15/7: safe below 2^122. The scale
     # of w or x multiplies sums of codes first, up to 127^2 K: their limit is 127 * 16 * K lower.
     config, (gy, w, x) = config_of(recipe), layer()
-    top = np.float32(2.0**122)
-    down = np.float32(2.0**-90)
-    less = np.float32(2.0**108)
+    top, down, less = (np.float32(2.0**power) for power in (122, -90, 108))
     for values in (gy, w, x):
         values[:] = np.sign(values)
         values[:, ::3] = 1
     for scaled in ((gy * top, w * down, x * down), (gy * down, w * less, x * less)):
-        got = run(*scaled, config)
-        for ours, (target, error) in zip(
-            got, (gx_bound(*scaled[:2], config), gw_bound(scaled[0], scaled[2], config, KEY)),
-            strict=False,
-        ):  # fmt: skip
-            assert (np.abs(ours - target) <= error).all()
+        for ours, bound in zip(run(*scaled, config), bounds(*scaled, config), strict=False):
+            assert within(ours, bound).all()
 
     # Above, an overflowing intermediate product is Inf, never a wrong number.
     values = gy * down, w * top, x * top
     got = run(*values, config)
-    bounds = gx_bound(*values[:2], config), gw_bound(values[0], values[2], config, KEY)
-    for name, ours, (target, error) in zip(ALL, got, bounds, strict=False):
-        if name == "gx" or not config.equalize_tokens:
-            assert np.isinf(ours).any()
-        assert (np.abs(ours - target) <= error)[np.isfinite(ours)].all()
+    for name, ours, bound in zip(ALL, got, bounds(*values, config), strict=False):
+        assert np.isinf(ours).any() or (name == "gw" and config.equalize_tokens)
+        assert within(ours, bound)[np.isfinite(ours)].all()
 
     # An overflowing sum before the scale is NaN.
     gy, w, x = layer()
     gy[13] = 3e38
     got = run(gy, w, x, config)
-    by_tensor = config.gx_scale == "tensor"
-    expected = everywhere(got.gx) if by_tensor else rows(13)(got.gx)
+    expected = (everywhere if config.gx_scale == "tensor" else rows(13))(got.gx)
     np.testing.assert_array_equal(np.isnan(got.gx), expected)
     if config.basis == "sketch":  # 15/7 times it is Inf
         assert np.isnan(got.gw).all()
     else:
-        target, error = gw_bound(gy, x, config, KEY)
         finite = np.isfinite(got.gw)
         assert finite.any() and not np.isnan(got.gw).any()
-        assert (np.abs(got.gw - target)[finite] <= error[finite]).all()
+        assert within(got.gw, gw_bound(gy, x, config, KEY))[finite].all()
     gy[16:32] = 3e38  # a whole tile: recipes that combine tokens add them up
     got = run(gy, w, x, config)
     assert np.isnan(got.gw).all() == (config.basis != "full")
@@ -422,19 +400,12 @@ def test_half_precision(recipe: str) -> None:
     config, (gy, w, x) = config_of(recipe), layer()
     small = np.ldexp(gy, -22).astype(np.float16)
     assert (np.abs(small) < 2.0**-14).all() and small.any(1).all()
-    got = run(small, w.astype(np.float16), x.astype(np.float16), config)
-    wide_inputs = [
-        v.astype(np.float32) for v in (small, w.astype(np.float16), x.astype(np.float16))
-    ]
-    for ours, theirs in zip(got, run(*wide_inputs, config), strict=True):
-        equal_bits(ours, theirs.astype(np.float16))
-
-    large = [v.astype(np.float16) for v in (gy * 1024, w * 64, x * 64)]
-    got = run(*large, config)
-    with np.errstate(over="ignore"):
-        for ours, theirs in zip(got, run(*(v.astype(np.float32) for v in large), config),
-                                strict=True):  # fmt: skip
-            equal_bits(ours, theirs.astype(np.float16))
+    for inputs in ((small, w, x), (gy * 1024, w * 64, x * 64)):
+        halves = [v.astype(np.float16) for v in inputs]
+        got = run(*halves, config)
+        with np.errstate(over="ignore"):
+            wide = run(*(v.astype(np.float32) for v in halves), config)
+            same_bits(got, (v.astype(np.float16) for v in wide))
     assert np.isinf(got.gx).any() and not np.isnan(got.gx).any()
 
 

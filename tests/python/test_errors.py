@@ -5,6 +5,7 @@
 
 import ctypes
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,14 +17,12 @@ import pytest
 from c_api import CONSTANTS, CApi, HotError, aligned, make, tensor
 from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
-from support import read_only, refused, torch, unaligned
+from support import read_only, refused, swapped, torch, unaligned
 
 
 class Case(NamedTuple):
-    """A call that must fail, and a pattern for its message."""
-
     call: Callable[[], object]
-    says: str  # regular expression
+    says: str
     error: type[Exception] = ValueError
 
 
@@ -52,7 +51,6 @@ def table() -> Iterator[tuple[str, str, str, str]]:
 
 
 def arguments(words: str) -> dict[str, Any]:
-    """Arrays, numbers, and texts of the fields of a spec."""
     values: dict[str, Any] = {}
     for word in words.removeprefix("* ").split():
         name, value = word.split("=")
@@ -67,7 +65,6 @@ def arguments(words: str) -> dict[str, Any]:
 
 
 def call_c(api: CApi, name: str, good: str, broken: str) -> None:
-    """A row through the C ABI."""
     operands = arguments(good)
     spec = api.spec("default")
 
@@ -184,7 +181,6 @@ def call_c(api: CApi, name: str, good: str, broken: str) -> None:
 
 
 def call_python(name: str, good: str, broken: str) -> None:
-    """A row through the functions of ``hotcore``."""
     operands = arguments(good)
     for change, value in arguments(broken).items():
         array, _, part = change.partition(".")
@@ -244,24 +240,11 @@ def test_rows_of_every_language(api: CApi, name: str) -> None:
             assert all(word.strip() in text for word in says.split(";")), (broken, text)
 
 
-def swapped(values: np.ndarray) -> np.ndarray:
-    return values.astype(values.dtype.newbyteorder())
-
-
 def field_view(values: np.ndarray) -> np.ndarray:
     """View whose strides are no multiple of the item size."""
     record = np.zeros(values.shape, np.dtype([("pad", np.uint8), ("x", values.dtype)]))
     record["x"] = values
     return record["x"]
-
-
-def overlapping() -> tuple[np.ndarray, np.ndarray]:
-    memory = np.zeros(40, F)
-    return memory[:32], memory[8:]
-
-
-def shared_elements() -> np.ndarray:
-    return np.lib.stride_tricks.as_strided(np.zeros(16, F), (4, 16), (0, 4))
 
 
 def saved(**changes: Any) -> hotcore.Saved:
@@ -279,6 +262,18 @@ fwht, hla, quantize, dequantize = hotcore.fwht, hotcore.hla, hotcore.quantize, h
 compress, decompress = hotcore.compress_activation, hotcore.decompress_activation
 pack, unpack = hotcore.pack_int4, hotcore.unpack_int4
 gemm8, gemm4 = hotcore.gemm_int8, hotcore.gemm_int4
+SHORT, SIZE = np.zeros(10, np.uint8), saved().nbytes
+SHARED = np.lib.stride_tricks.as_strided(np.zeros(16, F), (4, 16), (0, 4))
+
+
+def zeros(more: int) -> np.ndarray:
+    """More bytes than x takes when it is kept."""
+    return np.zeros(SIZE + more, np.uint8)
+
+
+def back_of(data: np.ndarray) -> object:
+    return back(saved_or_x=saved(data=data))
+
 
 # Arrays that every function refuses for every float argument.
 FLOAT_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object], np.ndarray]] = {
@@ -306,11 +301,9 @@ def test_every_float_argument(which: str) -> None:
         (field_view(good), "aligned"),
         (np.ma.masked_array(good, good > 0), "masked"),
     ):
-        with pytest.raises(ValueError, match=f"{name}: .*{says}"):
-            call(bad)
+        refused(call, f"{name}: .*{says}", ValueError, bad)
     for bad in (None, 1.0, good.tolist(), "x", object(), np.float32(1), good.tobytes()):
-        with pytest.raises(TypeError, match=rf"{name}: expected"):
-            call(bad)
+        refused(call, rf"{name}: expected", TypeError, bad)
     if torch is not None:
         for bad, error, says in (
             (torch.from_numpy(good).double(), ValueError, "float64"),
@@ -319,8 +312,7 @@ def test_every_float_argument(which: str) -> None:
             (torch.from_numpy(good).to("meta"), NotImplementedError, "device meta"),
             (torch.imag(torch.from_numpy(good * 1j).conj()), ValueError, "negated"),
         ):
-            with pytest.raises(error, match=f"{name}: .*{says}"):
-                call(bad)
+            refused(call, f"{name}: .*{says}", error, bad)
 
 
 class Elsewhere:
@@ -343,7 +335,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: fwht(X, out=read_only(X)), "out: the array is read-only"),
         Case(lambda: fwht(X, out=swapped(X)), "out: byte-swapped"),
         Case(lambda: fwht(X, out=[0.0] * 16), "out: expected an array", TypeError),
-        Case(lambda: fwht(X[:4], out=shared_elements()), "out has strides"),
+        Case(lambda: fwht(X[:4], out=SHARED), "out has strides"),
     ],
     "hla": [
         Case(lambda: hla(X[0]), r"x: shape \(16,\); expected 2 dimensions"),
@@ -415,10 +407,6 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: compress(X[0]), "x: shape .*2 to 4"),
         Case(lambda: compress(X[None, None, None]), "x: shape .*expected 2 to 4 dimensions"),
         Case(lambda: compress(np.ones((4, 9, 16), F)[:, ::2]), "x of shape .*collapse"),
-        Case(
-            lambda: compress(X, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1)),
-            "32 tokens.*50",
-        ),
         Case(lambda: compress(X, 8), "config: ", TypeError),
         Case(lambda: compress(X, "best"), "config: 'best'"),
     ],
@@ -436,19 +424,10 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: back(gy=GY[0]), "gy: shape"),
         Case(lambda: back(gy=np.ones((8, 5, 24), F)[:, :4]), "gy of shape .*collapse"),
         Case(lambda: back(saved_or_x=saved(), config="fast"), "config: .*made with"),
-        Case(
-            lambda: back(saved_or_x=saved(data=np.zeros(10, np.uint8))),
-            "saved has 10 bytes; expected",
-        ),
-        Case(lambda: back(saved_or_x=saved(data=X)), r"saved_or_x.data: dtype float32"),
-        Case(
-            lambda: back(saved_or_x=saved(data=np.zeros(saved().nbytes + 17, np.uint8)[1:-16])),
-            "saved is not aligned to 16 bytes",
-        ),
-        Case(
-            lambda: back(saved_or_x=saved(data=np.zeros(2 * saved().nbytes, np.uint8)[::2])),
-            "saved: expected a contiguous uint8 vector",
-        ),
+        Case(lambda: back_of(SHORT), "saved has 10 bytes; expected"),
+        Case(lambda: back_of(X), r"saved_or_x.data: dtype float32"),
+        Case(lambda: back_of(zeros(17)[1:-16]), "saved is not aligned to 16 bytes"),
+        Case(lambda: back_of(zeros(SIZE)[::2]), "saved: expected a contiguous uint8 vector"),
         Case(lambda: back(out_dtype="int8"), "out_dtype: 'int8'"),
         Case(lambda: back(out_dtype="bfloat16"), "^out_dtype: NumPy has no bfloat16"),
         Case(lambda: back(accumulate=True), "accumulate: requires gw_out"),
@@ -473,10 +452,10 @@ CASES: dict[str, list[Case]] = {
         Case(lambda: decompress(saved(), out=X.astype(np.int8)), "out: dtype int8"),
         Case(lambda: decompress(saved(), out=read_only(X)), "out: .*read"),
         Case(
-            lambda: decompress(saved(), 0, 4, out=shared_elements()),
+            lambda: decompress(saved(), 0, 4, out=SHARED),
             "out has strides by which elements share memory",
         ),
-        Case(lambda: decompress(saved(data=np.zeros(10, np.uint8))), "saved has 10 bytes;"),
+        Case(lambda: decompress(saved(data=SHORT)), "saved has 10 bytes;"),
         Case(lambda: decompress(saved(data=X)), "saved.data: dtype float32"),
         Case(
             lambda: decompress(compress(X, "fast")),
@@ -491,9 +470,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "settings of the CPU": [
         Case(lambda: hotcore.set_num_threads(-1), "threads: -1 is negative"),
-        Case(
-            lambda: hotcore.set_num_threads(True), "threads: expected an int, got True", TypeError
-        ),
+        Case(lambda: hotcore.set_num_threads(True), "threads: expected .*got True", TypeError),
         Case(lambda: hotcore.set_isa("sse"), "isa: 'sse' is not one of"),
         Case(lambda: hotcore.set_isa(5), "name: expected a str or None, got int", TypeError),
     ],
@@ -529,20 +506,15 @@ SCALARS: dict[str, tuple[Callable[..., object], str, str, str]] = {
 @pytest.mark.parametrize("name", SCALARS)
 def test_scalars_of_another_type(name: str) -> None:
     call, ints, names, bools = SCALARS[name]
+    for kind, words, bad_values in (
+        ("an int", ints, ("1", 1.5, [1])),
+        ("a str", names, (1, b"x", ["x"])),
+        ("a bool", bools, (1, "yes", [True])),
+    ):
+        for argument, bad in itertools.product(words.split(), bad_values):
+            refused(call, f"^{argument}: expected {kind}, got ", TypeError, **{argument: bad})
     for argument in ints.split():
-        for bad in ("1", 1.5, [1]):
-            with pytest.raises(TypeError, match=f"^{argument}: expected an int, got "):
-                call(**{argument: bad})
-        with pytest.raises(ValueError, match=f"{argument}\\b.*{2**70}"):
-            call(**{argument: 2**70})
-    for argument in names.split():
-        for bad in (1, b"x", ["x"]):
-            with pytest.raises(TypeError, match=f"^{argument}: expected a str, got "):
-                call(**{argument: bad})
-    for argument in bools.split():
-        for bad in (1, "yes", [True]):
-            with pytest.raises(TypeError, match=f"^{argument}: expected a bool, got "):
-                call(**{argument: bad})
+        refused(call, f"{argument}\\b.*{2**70}", ValueError, **{argument: 2**70})
 
 
 QX = hotcore.quantize_forward_input(X)
@@ -585,15 +557,13 @@ def test_fields_of_what_was_kept(name: str) -> None:
     """Fields that were set by hand or changed in a file."""
     kept, use, fields = KEPT[name]
     use(kept)
-    for field, values in fields.items():
-        for bad in values:
-            with pytest.raises((TypeError, ValueError), match=rf"^{name.split()[0]}\.{field}: "):
-                use(dataclasses.replace(kept, **{field: bad}))
+    for field, bad in ((field, bad) for field, values in fields.items() for bad in values):
+        changed = dataclasses.replace(kept, **{field: bad})
+        refused(use, rf"^{name.split()[0]}\.{field}: ", (TypeError, ValueError), changed)
 
 
 @pytest.mark.parametrize("table", CASES)
 def test_table(table: str) -> None:
-    """Every case of a table fails with its message, and changes no setting."""
     before = hotcore.num_threads(), hotcore.isa()
     for case in CASES[table]:
         with pytest.raises(case.error, match=case.says) as caught:
@@ -603,26 +573,24 @@ def test_table(table: str) -> None:
 
 
 def test_overlapping_output() -> None:
-    x, out = overlapping()
-    refused(lambda: fwht(x, out=out), "out overlaps x")
+    line = np.zeros(40, F)
+    refused(lambda: fwht(line[:32], out=line[8:]), "out overlaps x")
     memory = np.zeros((32, 40), F)
     refused(lambda: hla(memory[:, :16], out=memory[:16, 8:24]), "out overlaps x")
     hla(memory[:, :16], out=memory[:16, 16:32])  # beside each other in the rows of one matrix
     gw = np.ones(24 * 16 + 24, F)
-    with pytest.raises(ValueError, match="gb_out overlaps gw_out"):
-        back(need=("gw", "gb"), gw_out=gw[: 24 * 16].reshape(24, 16), gb_out=gw[-48:-24])
+    out = {"gw_out": gw[: 24 * 16].reshape(24, 16), "gb_out": gw[-48:-24]}
+    refused(lambda: back(need=("gw", "gb"), **out), "gb_out overlaps gw_out")
 
 
 def test_wrong_output_is_never_copied() -> None:
     # nanobind converts by default: it would write into a copy and drop it.
     context = _core.CoreContext(1)
     out = np.full(16, -1.0)
-    with pytest.raises(ValueError, match="out: dtype float64"):
-        _core.fwht(context, X[0], -1, 16, out)
+    refused(lambda: _core.fwht(context, X[0], -1, 16, out), "out: dtype float64")
     assert (out == -1).all()
     for bad in (read_only(X[0]), [0.0] * 16, None):
-        with pytest.raises(TypeError):
-            _core.fwht(context, X[0], -1, 16, bad)
+        refused(_core.fwht, "", TypeError, context, X[0], -1, 16, bad)
 
 
 def test_too_small_workspace() -> None:
@@ -633,20 +601,13 @@ def test_too_small_workspace() -> None:
     size = _core.backward_linear_workspace(context, 32, 24, 16, kept.config.spec, True, False)
     key = hotcore.Key(0)
     arguments = (context, GY, W, None, 32, 16, key, kept.config.spec, key, gx, None, None, False)
-    with pytest.raises(RuntimeError, match=f"workspace has {size - 1} bytes; expected {size}"):
-        _core.backward_linear(*arguments, np.empty(size - 1, np.uint8))
-    with pytest.raises(ValueError, match="workspace: expected a contiguous uint8 vector"):
-        _core.backward_linear(*arguments, np.empty(size, np.float32))
+    small, floats = np.empty(size - 1, np.uint8), np.empty(size, F)
+    says = f"workspace has {size - 1} bytes; expected {size}"
+    refused(_core.backward_linear, says, RuntimeError, *arguments, small)
+    says = "workspace: expected a contiguous uint8 vector"
+    refused(_core.backward_linear, says, ValueError, *arguments, floats)
     _core.backward_linear(*arguments, np.empty(size, np.uint8))
     np.testing.assert_array_equal(gx, hotcore.backward_linear(GY, W, None, need="gx").gx)
-
-
-@pytest.mark.skipif(_core.built_with_cuda(), reason="built with CUDA")
-def test_missing_backends() -> None:
-    with pytest.raises(NotImplementedError, match="no CUDA backend"):
-        _core.CoreContext(device=0)
-    ok, why = hotcore.supported(32, 24, 16, device="cuda:0")
-    assert not ok and "no CUDA backend" in why
 
 
 @pytest.mark.skipif(torch is None, reason="torch is not installed")
@@ -660,27 +621,22 @@ def test_supported() -> None:
         assert hotcore.supported(197, 768, 768, recipe) == (True, "")
     paper = HotConfig.recipe("paper", token_grid=(14, 14), prefix_tokens=1)
     assert hotcore.supported(2 * 197, 768, 768, paper) == (True, "")
-    ok, why = hotcore.supported(198, 768, 768, paper)
-    assert not ok and "198" in why and "197" in why
-    ok, why = hotcore.supported(-1, 768, 768)
-    assert not ok and "negative" in why
+    for tokens, words in ((198, ("198", "197")), (-1, ("negative",))):
+        ok, why = hotcore.supported(tokens, 768, 768, paper)
+        assert not ok and all(word in why for word in words)
 
 
 def test_every_dtype_is_checked_in_the_extension() -> None:
     context = _core.CoreContext(1)
-    for dtype in (np.float64, np.int64, np.int16, np.uint16, np.bool_, np.complex64):
-        x = np.ones(16, dtype)
-        with pytest.raises(ValueError, match=f"x: dtype {np.dtype(dtype).name}"):
-            _core.fwht(context, x, -1, 16, np.empty(16, F))
-    with pytest.raises(ValueError, match="x is int8; expected float32"):
-        _core.fwht(context, np.ones(16, np.int8), -1, 16, np.empty(16, F))
+    for dtype in ("float64", "int64", "int16", "uint16", "bool", "complex64", "int8"):
+        says = "x is int8; expected float32" if dtype == "int8" else f"x: dtype {dtype}"
+        more = (np.ones(16, dtype), -1, 16, np.empty(16, F))
+        refused(_core.fwht, says, ValueError, context, *more)
 
 
 def test_keys() -> None:
     # The package checks the rest itself; a caller of _core gets libhot's errors.
     context, spec, out = _core.CoreContext(1), hotcore.HotConfig().spec, np.empty(1 << 12, np.uint8)
     for key, part in (((0, 0, 8192, 0), "key.stream is 8192"), ((0, 0, 0, 4), "key.counter is at")):
-        with pytest.raises(ValueError, match=part):
-            _core.compress_activation(context, X, spec, key, out, None)
-    with pytest.raises(ValueError, match="key: counter = 4 .*multiple of 8"):
-        hotcore.compress_activation(X, key=hotcore.Key(0, counter=4))
+        refused(_core.compress_activation, part, ValueError, context, X, spec, key, out, None)
+    refused(lambda: compress(X, key=Key(0, counter=4)), "key: counter = 4 .*multiple of 8")

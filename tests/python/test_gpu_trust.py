@@ -52,7 +52,6 @@ def test_every_part_is_run_and_shown() -> None:
 
 @pytest.fixture
 def trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_trust.Trust:
-    """A trust run of a build with one test program."""
     program = tmp_path / "tests/cpp/test_all_cuda"
     program.parent.mkdir(parents=True)
     program.touch()
@@ -87,14 +86,11 @@ def test_long_tests_run_in_parts(trust: gpu_trust.Trust, monkeypatch: pytest.Mon
 
 
 def test_the_long_tests_know_their_parts() -> None:
-    assert sorted(gpu_trust.LONG) == sorted(
-        f"{suite}.{name}"
-        for path in (ROOT / "tests/cpp").glob("test_*_cuda.cpp")
-        for suite, name in with_parts(path.read_text())
-    )
+    texts = [path.read_text() for path in (ROOT / "tests/cpp").glob("test_*_cuda.cpp")]
+    tests = [test for text in texts for test in with_parts(text)]
+    assert sorted(gpu_trust.LONG) == sorted(f"{suite}.{name}" for suite, name in tests)
 
 
 def with_parts(source: str) -> list[tuple[str, str]]:
-    """Tests of a file that run in parts."""
     tests = re.split(r"^TEST_F\((\w+), (\w+)\)", source, flags=re.MULTILINE)
     return [(a, b) for a, b, body in zip(*[iter(tests[1:])] * 3, strict=True) if "in_part(" in body]

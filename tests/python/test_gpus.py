@@ -5,6 +5,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +13,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import gpus, info, selftest
-from support import isas
+from support import isas, refused, running
 
 
 @pytest.mark.parametrize(
@@ -64,11 +65,8 @@ def test_explain_says_the_rate(device: str) -> None:
 def test_results_have_the_same_bits_for_every_instruction_set() -> None:
     expected = selftest.results()
     for isa in isas():
-        hotcore.set_isa(isa)
-        try:
+        with running(isa=isa):
             assert selftest.mismatches(selftest.results(), expected) == []
-        finally:
-            hotcore.set_isa(None)
 
 
 CLASS = (12, 0)
@@ -93,11 +91,8 @@ def test_a_class_is_tested_once() -> None:
     device, calls = way()
     gate = selftest.Gate(lambda number: device)
     assert gate.admits(0, (9, 0)) and not calls  # measured
-    threads = [threading.Thread(target=gate.admits, args=(n, CLASS)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: gate.admits(number, CLASS), range(8)))
     assert gate.admits(0, CLASS) and len(calls) == 1
     assert gate.admits(0, (8, 6)) and len(calls) == 2  # another class
     assert calls[0] != threading.get_ident()  # without the caller's modes and traces
@@ -113,8 +108,7 @@ def test_a_wrong_bit_refuses_the_class(name: str) -> None:
     gate = selftest.Gate(lambda number: device)
     words = rf"cuda:3: compute capability 12\.0 fails .* in {re.escape(name)}; hotcore refuses it"
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match=words):
-            gate.admits(3, CLASS)
+        refused(lambda: gate.admits(3, CLASS), words, NotImplementedError)
     assert len(calls) == 1  # it stays refused
 
 
@@ -174,8 +168,7 @@ def test_an_error_decides_nothing() -> None:
     failed: list[bool] = []
     device, calls = way(fail)
     gate = selftest.Gate(lambda number: device)
-    with pytest.raises(MemoryError, match="no memory"):
-        gate.admits(0, CLASS)
+    refused(lambda: gate.admits(0, CLASS), "no memory", MemoryError)
     assert gate.admits(0, CLASS) and len(calls) == 2
 
 
@@ -188,15 +181,12 @@ def test_a_report_has_a_line_for_each_gpu() -> None:
 
     ways = [way()[0], way(flip)[0], way(fail)[0], None]
     passed, lines = selftest.report(enumerate("abcd"), ways.__getitem__)
-    for line, words in zip(
-        lines,
-        (
-            r"cuda:0 a: passed \(13 arrays, \d+ ms, test\)",
-            "cuda:1 b: FAILED: not the CPU's bits in quantize of 325 tokens",
-            "cuda:2 c: FAILED: RuntimeError: no kernel image",
-            "cuda:3 d: not tested: no torch, CuPy or JAX that sees the GPU",
-        ),
-        strict=True,
-    ):
+    expected = (
+        r"cuda:0 a: passed \(13 arrays, \d+ ms, test\)",
+        "cuda:1 b: FAILED: not the CPU's bits in quantize of 325 tokens",
+        "cuda:2 c: FAILED: RuntimeError: no kernel image",
+        "cuda:3 d: not tested: no torch, CuPy or JAX that sees the GPU",
+    )
+    for line, words in zip(lines, expected, strict=True):
         assert re.fullmatch(words, line), line
     assert not passed and selftest.report([(0, "a")], ways.__getitem__)[0]

@@ -8,19 +8,9 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
-    FLOATS,
-    KINDS,
-    array,
-    data,
-    equal_bits,
-    isas,
-    running,
-    same_on_every_path,
-    strided,
-    torch,
-    widened,
-)
+
+from support import FLOATS, KINDS, array, data, equal_bits, isas, running  # isort: skip
+from support import same_on_every_path, strided, torch, widened  # isort: skip
 
 
 def matrix(order: int) -> np.ndarray:
@@ -31,14 +21,10 @@ def matrix(order: int) -> np.ndarray:
 
 
 @given(
-    exponent=st.integers(0, 6),
-    blocks=st.integers(0, 3),
-    others=st.lists(st.integers(0, 7), min_size=0, max_size=3),
-    axis=st.integers(0, 3),
-    kind=st.sampled_from(KINDS),
-    gaps=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
+    exponent=st.integers(0, 6), blocks=st.integers(0, 3),
+    others=st.lists(st.integers(0, 7), min_size=0, max_size=3), axis=st.integers(0, 3),
+    kind=st.sampled_from(KINDS), gaps=st.booleans(), seed=st.integers(0, 2**32),
+)  # fmt: skip
 def test_any_shape_equals_reference(
     exponent: int, blocks: int, others: list[int], axis: int, kind: str, gaps: bool, seed: int
 ) -> None:

@@ -1,7 +1,6 @@
 """``python -m hotcore.info``, and the imports of hotcore."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import numpy as np
 import pytest
 from hotcore import _core, info
 from hotcore.config import RECIPES
-from support import isas
+from support import isas, ran, refused
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    done = ran(sys.executable, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
@@ -24,13 +22,11 @@ def test_prints_what_this_is() -> None:
     lines = run("-m", "hotcore").splitlines()
     assert lines[-1].startswith("advice  ")
     facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in lines}
-    assert facts["hotcore"] == hotcore.__version__
-    assert facts["backends"].startswith("cpu")
+    assert facts["hotcore"] == hotcore.__version__ and facts["backends"].startswith("cpu")
     assert ("built without CUDA" in facts["backends"]) != _core.built_with_cuda()
     assert facts["instruction sets"] == ", ".join(isas())
     assert facts["instruction set used"].startswith(_core.best_isa())
-    assert facts["NumPy"] == np.__version__
-    assert Path(facts["extension"]).exists()
+    assert facts["NumPy"] == np.__version__ and Path(facts["extension"]).exists()
     assert not any("unknown (" in text for label, text in facts.items() if label != "GPUs")
 
 
@@ -38,8 +34,7 @@ def test_json_and_the_cmake_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(run("-m", "hotcore.info", "--json")) == info.collect()
     folder = info.collect()["cmake_dir"]
     if folder is None:
-        with pytest.raises(SystemExit, match="1"):
-            info.main(["--cmake-dir"])
+        refused(lambda: info.main(["--cmake-dir"]), "1", SystemExit)
         assert "no CMake package" in capsys.readouterr().err
     else:
         assert run("-m", "hotcore.info", "--cmake-dir").strip() == folder
@@ -54,8 +49,7 @@ def test_json_has_values() -> None:
     assert facts["wgmma"] is _core.cuda_wgmma()
     assert ";".join(facts["cuda_architectures"]) == _core.cuda_architectures()
     assert isinstance(facts["jax"], bool) and isinstance(facts["driver"], bool)
-    assert isinstance(facts["gpus"], list)
-    assert facts["python"] == sys.version.split()[0]
+    assert isinstance(facts["gpus"], list) and facts["python"] == sys.version.split()[0]
     assert facts["cmake_dir"] is None or Path(facts["cmake_dir"]).is_dir()
     assert facts["library"] is None or Path(facts["library"]).is_file()
 
@@ -67,8 +61,7 @@ def test_help_names_every_recipe() -> None:
 
 @pytest.mark.parametrize("options", [["--jsn-"], ["--js"], ["all"], ["--json", "--cmake-dir"]])
 def test_unknown_options_are_refused(options: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        info.main(options)
+    refused(lambda: info.main(options), "2", SystemExit)
 
 
 @pytest.mark.parametrize(("name", "least"), [("torch", "2.6"), ("jax", "0.10")])
@@ -88,19 +81,17 @@ def test_an_adapter_without_its_package_says_what_to_install(name: str, least: s
 
 
 @pytest.mark.parametrize(
-    ("version", "refused"),
+    ("version", "old"),
     [("2.5.1+cu121", True), ("1.13.1", True), ("2.6.0a0+ecf3bae40a", False), ("3.0", False)],
 )
-def test_the_adapter_refuses_an_old_torch(tmp_path: Path, version: str, refused: bool) -> None:
+def test_the_adapter_refuses_an_old_torch(tmp_path: Path, version: str, old: bool) -> None:
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}\n")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "try:\n import hotcore.torch\n"
-        "except ImportError as error: print(error)\n"  # a later import may fail
-    )
+    # A later import may fail.
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "try:\n import hotcore.torch\nexcept ImportError as error: print(error)\n"
     said = run("-c", code)
     expected = f"needs torch 2.6 or newer: pip install 'torch>=2.6' (torch is {version}, in"
-    assert (expected in said) == refused, said
+    assert (expected in said) == old, said
 
 
 def test_every_probe_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
 """CONTRIBUTING.md's rules on the places of code, checked in the files."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
@@ -18,7 +18,6 @@ DEVICE_CODE = re.compile(r"__global__|__device__|__shared__|<<<|#include \"cut(l
 
 
 def code_of(path: Path) -> str:
-    """A source without its comments."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
@@ -35,12 +34,9 @@ def test_device_code_has_a_device_suffix(path: Path) -> None:
 def test_device_folder_knows_no_backend() -> None:
     for path in SOURCES:
         if path.parent.name == "device" and path.suffix == ".cuh":
-            strangers = {
-                name
-                for name in includes_of(path)
-                if name.endswith((".h", ".cuh"))
-                and not name.startswith(("cuda/device/", "hot/", "cuda_", "cooperative_groups"))
-            }
+            ours = ("cuda/device/", "hot/", "cuda_", "cooperative_groups")
+            headers = {name for name in includes_of(path) if name.endswith((".h", ".cuh"))}
+            strangers = {name for name in headers if not name.startswith(ours)}
             assert strangers <= {"operands.h", "random_key.h", "token_order.h"}, path
 
 
@@ -76,7 +72,6 @@ def top_level_names() -> set[str]:
 
 
 def strangers(names: set[str]) -> set[str]:
-    """Return the names that are no files or packages of these folders."""
     ours = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
     ours |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
     others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}
@@ -89,11 +84,9 @@ def found_instead(folder: Path, names: set[str]) -> list[str]:
     A folder without ``__init__.py`` is a namespace package. Python imports it if nothing else has
     the name: ``tests/torch`` was imported as torch on a machine without torch.
     """
-    return sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if (path.is_dir() and path.name in names) or (path.suffix == ".py" and path.stem in names)
-    )
+    paths = (path for path in folder.rglob("*") if path.is_dir() or path.suffix == ".py")
+    found = (path for path in paths if (path.name if path.is_dir() else path.stem) in names)
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
@@ -112,8 +105,7 @@ def test_a_browser_measures_pages(tmp_path: Path) -> None:
     for name, width in (("narrow", 300), ("wide", 600)):
         page = f'<!doctype html><div style="width: {width}px">text</div>'
         (tmp_path / f"{name}.html").write_text(page)
-    command = [sys.executable, str(ROOT / "scripts/check_pages.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ran(sys.executable, ROOT / "scripts/check_pages.py", tmp_path)
     if "no browser" in done.stdout:
         pytest.skip(done.stdout)
     assert done.returncode == 1 and "wide.html is 6" in done.stdout, done

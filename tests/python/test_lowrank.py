@@ -27,27 +27,15 @@ def test_order_equals_reference(basis: str, block: int) -> None:
 @pytest.mark.parametrize("basis", BASES)
 @pytest.mark.parametrize("side", SIDES)
 @given(
-    exponent=st.integers(1, 6),
-    rank=st.integers(1, 64),
-    tokens=st.integers(0, 200),
+    exponent=st.integers(1, 6), rank=st.integers(1, 64), tokens=st.integers(0, 200),
     channels=st.integers(0, 40),
     grid=st.none() | st.tuples(st.integers(1, 14), st.integers(1, 16), st.integers(0, 5)),
-    kind=st.sampled_from(KINDS),
-    gaps=st.booleans(),
-    seed=st.integers(0, 2**64 - 1),
-)
+    kind=st.sampled_from(KINDS), gaps=st.booleans(), seed=st.integers(0, 2**64 - 1),
+)  # fmt: skip
 def test_any_shape_equals_reference(
-    side: str,
-    basis: str,
-    exponent: int,
-    rank: int,
-    tokens: int,
-    channels: int,
-    grid: tuple[int, int, int] | None,
-    kind: str,
-    gaps: bool,
-    seed: int,
-) -> None:
+    side: str, basis: str, exponent: int, rank: int, tokens: int, channels: int,
+    grid: tuple[int, int, int] | None, kind: str, gaps: bool, seed: int,
+) -> None:  # fmt: skip
     block = 2**exponent
     rank = min(rank, block)
     if basis == "sketch":
@@ -97,10 +85,9 @@ def test_eight_rows_of_a_smooth_image() -> None:
     exact = gy.T @ tokens
 
     def error(**options: Any) -> float:
-        kept = [
-            hotcore.hla(v, basis="lowpass", token_grid=(32, 32), side=side, **options)
-            for v, side in ((gy, "gradient"), (tokens, "activation"))
-        ]
+        options |= {"basis": "lowpass", "token_grid": (32, 32)}
+        sides = (gy, "gradient"), (tokens, "activation")
+        kept = [hotcore.hla(v, side=side, **options) for v, side in sides]
         return float(np.linalg.norm(kept[0].T @ kept[1] / 16 - exact) / np.linalg.norm(exact))
 
     ten = error(rows=[0, 1, 2, 3, 4, 8, 10, 11, 12, 14])

@@ -25,8 +25,7 @@ uninstalled = pytest.mark.skipif(
 @uninstalled
 def test_one_version() -> None:
     declared = re.search(r'^version = "(.+?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert declared is not None
-    assert hotcore.__version__ == declared[1]
+    assert declared is not None and hotcore.__version__ == declared[1]
     assert _core.version() == declared[1]
     assert importlib.metadata.version(DISTRIBUTION) == declared[1]
 
@@ -52,16 +51,10 @@ def test_needs_numpy_alone() -> None:
 @uninstalled
 def test_wheel_holds_what_it_should() -> None:
     files = {str(path) for path in importlib.metadata.files(DISTRIBUTION) or []}
-    for name in (
-        "hotcore/py.typed",
-        "hotcore/_core.pyi",
-        "hotcore/include/hot/hot.h",
-        "hotcore/lib/libhot.so." + ".".join(hotcore.__version__.split(".")[:2]),
-        "hotcore/lib/cmake/hotcore/hotcoreConfig.cmake",
-        "hotcore/lib/pkgconfig/hotcore.pc",
-        "hotcore/include/hot/hot_c.h",
-    ):
-        assert name in files, name
+    library = "lib/libhot.so." + ".".join(hotcore.__version__.split(".")[:2])
+    for name in ("py.typed", "_core.pyi", "include/hot/hot.h", "include/hot/hot_c.h", library,
+                 "lib/cmake/hotcore/hotcoreConfig.cmake", "lib/pkgconfig/hotcore.pc"):  # fmt: skip
+        assert f"hotcore/{name}" in files, name
     known = re.compile(r"(hotcore|hotcore_int8-[\d.]+\.dist-info)/")
     assert [name for name in files if not known.match(name)] == []
     assert [name for name in files if re.search(r"(^|[/_])tests?([/_.]|$)", name.lower())] == []
@@ -99,9 +92,8 @@ def test_pkg_config_from_the_wheel(tmp_path: Path) -> None:
     library = INSTALLED / "lib"
     paths = dict(PKG_CONFIG_PATH=str(library / "pkgconfig"), LD_LIBRARY_PATH=str(library))
     environment = os.environ | paths
-    assert (
-        run(pkg_config, "--modversion", "hotcore", env=environment).strip() == hotcore.__version__
-    )
+    version = run(pkg_config, "--modversion", "hotcore", env=environment).strip()
+    assert version == hotcore.__version__
     flags = run(pkg_config, "--cflags", "--libs", "hotcore", env=environment).split()
     program = tmp_path / "consumer_c"
     run(compiler, "-std=c99", CONSUMER / "main.c", "-o", program, *flags, "-lm")

@@ -1,6 +1,5 @@
 """Plans of CUDA calls, as hotcore.explain returns them; no GPU is needed."""
 
-import subprocess
 import sys
 from typing import Any
 
@@ -8,6 +7,7 @@ import hotcore
 import pytest
 from hotcore import HotConfig, _core, info
 from hotcore.plans import Explanation
+from support import ran, refused
 
 
 def explain(*shape: int, **options: Any) -> Explanation:
@@ -92,8 +92,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "hotcore.info", "--explain", "25216", "3072", "768"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = ran(sys.executable, "-m", "hotcore.info", "--explain", 25216, 3072, 768)
     assert done.stdout == hotcore.explain(25216, 3072, 768).text
     assert info.main(["--explain", "64", "32", "16", "--device", "sm_80", "--recipe", "fast"]) == 0
     expected = hotcore.explain(64, 32, 16, "fast", device="sm_80").text
@@ -104,11 +103,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     config = HotConfig(forward="int8")
     assert printed == hotcore.explain(64, 32, 16, config, device="sm_80").text
     assert "forward_linear" in printed
-    for wrong in (
-        ["--explain", "64", "32", "16", "--device", "sm_1"],
-        ["--device", "sm_90"],
-        ["--explain", "1", "1", "1", "--forward", "fp8"],
-        ["--forward", "int8"],
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            info.main(wrong)
+    for wrong in ("--explain 64 32 16 --device sm_1", "--device sm_90",
+                  "--explain 1 1 1 --forward fp8", "--forward int8"):  # fmt: skip
+        refused(info.main, "2", SystemExit, wrong.split())

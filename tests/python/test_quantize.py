@@ -7,40 +7,23 @@ import reference
 from hotcore import Key
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
-    FLOATS,
-    KINDS,
-    data,
-    equal_bits,
-    given_as,
-    keys,
-    numpy_of,
-    parted_key,
-    rounded,
-    same_on_every_path,
-    strided,
-    widened,
-)
+
+from support import FLOATS, KINDS, data, equal_bits, given_as, keys, numpy_of  # isort: skip
+from support import parted_key, rounded, same_on_every_path, strided, widened  # isort: skip
 
 SCALES = ("token", "channel", "tensor")
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 
 
 def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
-    """Scales in a shape that broadcasts against the matrix."""
     return scale[:, None] if granularity == "token" else scale[None, :]
 
 
 @given(
-    rows=st.integers(0, 40),
-    columns=st.integers(0, 150),
-    bits=st.sampled_from([4, 8]),
-    scale=st.sampled_from(SCALES),
-    rounding=st.sampled_from(ROUNDINGS),
-    kind=st.sampled_from(KINDS),
-    gaps=st.booleans(),
-    key=keys(),
-)
+    rows=st.integers(0, 40), columns=st.integers(0, 150), bits=st.sampled_from([4, 8]),
+    scale=st.sampled_from(SCALES), rounding=st.sampled_from(ROUNDINGS), kind=st.sampled_from(KINDS),
+    gaps=st.booleans(), key=keys(),
+)  # fmt: skip
 def test_any_shape_equals_reference(
     rows: int, columns: int, bits: int, scale: str, rounding: str, kind: str, gaps: bool, key: Key
 ) -> None:

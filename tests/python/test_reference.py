@@ -51,19 +51,13 @@ def test_needs_numpy_only() -> None:
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
 
 
-# -------------------------------------------------------------------------------------- Random bits
-
-
 def test_philox_known_answers() -> None:
     # Random123's kat_vectors, 7 rounds
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0]
     for counter, key, words in (
         ([0] * 4, [0] * 2, "5f6fb709 0d893f64 4f121f81 4f730a48"),
         ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "5207ddc2 45165e59 4d8ee751 8c52f662"),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            "4dfccaba 190a87f0 c47362ba b6b5242a",
-        ),
+        (*pi, "4dfccaba 190a87f0 c47362ba b6b5242a"),
     ):
         got = ref.philox4x32(np.array(counter), np.array(key))
         assert " ".join(f"{word:08x}" for word in got) == words
@@ -86,8 +80,6 @@ def test_block_numbers_of_48_bits() -> None:
     wanted = ref.philox4x32(np.array([0x12345678, 0xABCD | 28 << 16, 2, 0]), np.array([1, 0]))
     assert got.tolist() == wanted.tolist()
 
-
-# -------------------------------------------------------------------------------------------- Bases
 
 ORDERS = {
     2: "0 1",
@@ -123,9 +115,6 @@ def test_kept_rows_are_ascending(rng: np.random.Generator, basis: str, rank: int
         assert np.array_equal(ref.hla(x, basis=basis, rank=rank, side=side), wanted)
 
 
-# ------------------------------------------------------------------------------------------- Sketch
-
-
 def walsh_rows(folded: np.ndarray) -> list[int]:
     """Return the indices of these rows in the Sylvester matrix; fails if one is not in it."""
     n = folded.shape[1]
@@ -145,8 +134,7 @@ def kept_by(n: int, shifts: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("a", range(1, 16))
 def test_fold_keeps_the_hyperplane(a: int) -> None:
     rows = kept_by(16, (a,))
-    assert rows[0] == 0
-    assert sorted(rows) == [k for k in range(16) if bin(a & k).count("1") % 2 == 0]
+    assert rows[0] == 0 and sorted(rows) == [k for k in range(16) if bin(a & k).count("1") % 2 == 0]
 
 
 def test_hyperplane_moments() -> None:
@@ -204,16 +192,10 @@ def test_sketch_words_by_definition() -> None:
     assert ref.sketch_folds(20, 64, 8, key).tolist() == wanted
 
 
-# ------------------------------------------------------------------------------------- Token layout
-
-
 @given(
-    samples=st.integers(0, 3),
-    height=st.integers(1, 15),
-    width=st.integers(1, 15),
-    prefix=st.integers(0, 3),
-    bits=st.integers(1, 6),
-)
+    samples=st.integers(0, 3), height=st.integers(1, 15), width=st.integers(1, 15),
+    prefix=st.integers(0, 3), bits=st.integers(1, 6),
+)  # fmt: skip
 def test_layout_is_bijective(samples: int, height: int, width: int, prefix: int, bits: int) -> None:
     tokens = samples * (prefix + height * width)
     spec = ref.LowRank("lowpass", 1, 1 << bits, None, (height, width), prefix)
@@ -230,21 +212,11 @@ def test_layout_of_tiles() -> None:
         return sample * 47 + 2 + row * 9 + column
 
     assert prefix.tolist() == [0, 1, 47, 48]
-    tiles = [
-        token(s, 2 * down + i, 4 * across + j)
-        for s in range(2)
-        for down in range(2)
-        for across in range(2)
-        for i in range(2)
-        for j in range(4)
-    ]
-    left_over = [
-        token(s, i, j) for s in range(2) for i in range(5) for j in range(9) if i == 4 or j == 8
-    ]
+    steps = itertools.product(*map(range, (2, 2, 2, 2, 4)))
+    tiles = [token(s, 2 * down + i, 4 * across + j) for s, down, across, i, j in steps]
+    cells = itertools.product(range(2), range(5), range(9))
+    left_over = [token(s, i, j) for s, i, j in cells if i == 4 or j == 8]
     assert body.tolist() == tiles + left_over
-
-
-# ----------------------------------------------------------------------------------------- Rounding
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -310,9 +282,6 @@ def test_sets_that_share_a_scale(rng: np.random.Generator, scale: str) -> None:
     assert np.array_equal(back, codes.astype(f32) * wide)
 
 
-# -------------------------------------------------------------------------------- bfloat16 and INT4
-
-
 def test_bf16_rounding(rng: np.random.Generator) -> None:
     words = rng.integers(0, 1 << 32, 20_000, dtype=np.uint32)
     words[:6] = (0, 0x80000000, 0x3F808000, 0x3F818000, 0x7F7F8000, 0x00000001)
@@ -347,24 +316,17 @@ def test_int4_storage_by_definition(rng: np.random.Generator) -> None:
     assert saved.codes.shape == (channels, 192) and saved.packed.shape == (channels, 96)
     assert saved.scales.shape == (channels, 3) and saved.scales.dtype == np.uint16
     u = ref.random_bytes(channels, 176, key, 3)
-    for c in range(channels):
-        for g in range(3):
-            part = x[64 * g : 64 * (g + 1), c]
-            code = saved.codes[c, 64 * g : 64 * g + part.size]
-            amax = np.abs(part).max()
-            if not np.isfinite(amax):
-                assert saved.scales[c, g] == 0x7FC0 and not code.any()
-                continue
-            scale = ref.bf16_values(saved.scales[c, g])
-            if amax == 0:
-                assert scale == 0 and not code.any()
-                continue
-            assert scale >= amax / f32(7)
-            assert ref.bf16_values(saved.scales[c, g] - np.uint16(1)) < amax / f32(7)
-            bytes_ = u[c, 64 * g : 64 * g + part.size]
-            assert np.array_equal(
-                code, ref.round_codes(part, f32(1) / scale, 4, "stochastic", bytes_)
-            )
+    for c, g in itertools.product(range(channels), range(3)):
+        part = x[64 * g : 64 * (g + 1), c]
+        where = np.s_[c, 64 * g : 64 * g + part.size]
+        code, amax, stored = saved.codes[where], np.abs(part).max(), saved.scales[c, g]
+        scale = ref.bf16_values(stored)
+        if amax == 0 or not np.isfinite(amax):
+            assert stored == (0 if amax == 0 else 0x7FC0) and not code.any()
+            continue
+        assert ref.bf16_values(stored - np.uint16(1)) < amax / f32(7) <= scale
+        wanted = ref.round_codes(part, f32(1) / scale, 4, "stochastic", u[where])
+        assert np.array_equal(code, wanted)
     assert not saved.codes[:, tokens:].any()
     assert np.array_equal(ref.unpack_int4(saved.packed), saved.codes)
 
@@ -427,9 +389,6 @@ def test_equalised_tokens_come_back(rng: np.random.Generator, storage: str) -> N
     assert np.median(lost) < limit
 
 
-# --------------------------------------------------------------------------------------------- GEMM
-
-
 def test_sums_are_exact_beyond_32_bits() -> None:
     k = 200_000
     a = np.full((2, k), 127, np.int8)
@@ -442,9 +401,6 @@ def test_sums_are_exact_beyond_32_bits() -> None:
     assert np.array_equal(got, sums.astype(f32))
     top = ref.gemm_int8(a[:1, :133_143], b[:, :133_143])
     assert top.dtype == np.int32 and top[0, 0] == 127 * 127 * 133_143
-
-
-# -------------------------------------------------------------------------------- The linear layer
 
 
 def test_nearest_codes_of_the_research_notes() -> None:
@@ -479,15 +435,12 @@ def test_operands_by_definition(rng: np.random.Generator) -> None:
     def padded(values: np.ndarray, columns: int) -> np.ndarray:
         return np.pad(values, ((0, 0), (0, columns - values.shape[1])))
 
+    low_x, low_gy = ref.hla(x, **kept), ref.hla(gy, **kept, side="gradient")
     for values, purpose, codes in (
         (ref.fwht(padded(gy, 32)), 1, ref.quantize_gradient_rows(gy, config, key)[0]),
         (ref.fwht(padded(w.T, 32)), 2, ref.quantize_weight(w, config)[0]),
-        (padded(ref.hla(x, **kept).T, 32), 3, ref.compress_activation(x, config, key=key).codes),
-        (
-            padded(ref.hla(gy, **kept, side="gradient").T, 32),
-            4,
-            ref.quantize_gradient_columns(gy, config, key)[0],
-        ),
+        (padded(low_x.T, 32), 3, ref.compress_activation(x, config, key=key).codes),
+        (padded(low_gy.T, 32), 4, ref.quantize_gradient_columns(gy, config, key)[0]),
     ):
         inv = f32(127) / np.abs(values).max(axis=1, keepdims=True)
         u = ref.random_bytes(*values.shape, key, purpose)
@@ -505,9 +458,7 @@ def test_products_of_the_integers(rng: np.random.Generator, name: str) -> None:
     b, s_b = ref.quantize_weight(w, config)
     assert np.array_equal(grads.gx, ref.gemm_int8(a, b, s_a, s_b, divisor=16))
     a, s_a = ref.quantize_gradient_columns(gy, config, 2, 1, saved.exponents)
-    b, s_b = (saved.codes, saved.scales)
-    if saved.packed is not None:
-        b, s_b = ref.requantize(saved, 2)
+    b, s_b = (saved.codes, saved.scales) if saved.packed is None else ref.requantize(saved, 2)
     divisor = 1 if config.basis == "full" else 16
     assert np.array_equal(grads.gw, ref.gemm_int8(a, b, s_a, s_b, divisor=divisor))
     only = ref.backward_linear(gy, None, saved, need=("gw",), key=2)

@@ -4,13 +4,13 @@ import importlib.util
 import json
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 PLATFORM = "manylinux_2_17_x86_64.manylinux_2_28_x86_64"
@@ -54,13 +54,9 @@ GOOD = {
     ],
 )  # fmt: skip
 def test_what_a_wheel_may_be(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, bytes],
-    platform: str,
-    problem: str | None,
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, bytes], platform: str, problem: str | None,
+) -> None:  # fmt: skip
     wheel = tmp_path / f"hotcore_int8-0.1.0-cp312-abi3-{platform}.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (GOOD | changes).items():
@@ -84,8 +80,8 @@ def test_a_release_names_what_blocks_it(tmp_path: Path, monkeypatch: pytest.Monk
     changes.write_text("## [1.2.3] – unreleased\n")
     assert release.blockers()[1] == ["CHANGELOG.md has no date for 1.2.3: unreleased"]
     changes.write_text("## [1.2.2] – 2026-11-22\n")
-    (problem,) = release.blockers()[1]
-    assert problem == "CHANGELOG.md's newest version is 1.2.2; pyproject.toml's is 1.2.3"
+    says = "CHANGELOG.md's newest version is 1.2.2; pyproject.toml's is 1.2.3"
+    assert release.blockers()[1] == [says]
     monkeypatch.setattr(release, "said", lambda *words: " M file" if "status" in words else "")
     problems = "; ".join(release.blockers()[1])
     assert "not committed" in problems and "no tag v1.2.3" in problems
@@ -93,14 +89,12 @@ def test_a_release_names_what_blocks_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_release_does_not_write_over_another(tmp_path: Path) -> None:
     (tmp_path / "hotcore_int8-0.1.0.tar.gz").touch()
-    words = [sys.executable, str(ROOT / "scripts/release.py"), "--out", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = ran(sys.executable, ROOT / "scripts/release.py", "--out", tmp_path)
     assert done.returncode != 0 and "is not empty" in done.stderr
 
 
 def test_the_changelog_has_the_version() -> None:
-    problems = [text for text in release.blockers()[1] if "newest version" in text]
-    assert not problems
+    assert not [text for text in release.blockers()[1] if "newest version" in text]
 
 
 def test_a_release_has_one_list_of_architectures() -> None:
@@ -133,10 +127,7 @@ def test_scripts_install_nothing_unasked(tmp_path: Path) -> None:
 
     def need(**environment: str) -> tuple[int, str]:
         code = f". {ROOT}/scripts/env.sh; id() {{ echo 0; }}; hot_env_need g++ python3-dev"
-        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}
-        done = subprocess.run(
-            ["bash", "-c", code], env=env, capture_output=True, text=True, check=False
-        )
+        done = ran("bash", "-c", code, env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment})
         return done.returncode, done.stderr
 
     code, said = need()

@@ -50,10 +50,8 @@ def one_thread() -> Any:
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),
         ("void hot::detail::(anonymous namespace)::tile_kernel<hot::Mma, true>", "products"),
         ("void hot::detail::(anonymous namespace)::gemm_small_kernel<...>(Args)", "products"),
-        (
-            "void hot::detail::(anonymous namespace)::rows16_kernel<(hot::Rounding)1, 4>",
-            "hotcore's quantisers",
-        ),
+        ("void hot::detail::(anonymous namespace)::rows16_kernel<(hot::Rounding)1, 4>",
+         "hotcore's quantisers"),
         ("hot::detail::(anonymous namespace)::final_sum_kernel(float const*, long)",
          "hotcore's quantisers"),
         ("triton_per_fused__to_copy_native_layer_norm_0", "pointwise, reductions"),
@@ -71,8 +69,7 @@ def one_thread() -> Any:
     ],
 )  # fmt: skip
 def test_classes(name: str, kind: str) -> None:
-    assert kind in kernel_classes.CLASSES
-    assert kernel_classes.class_of(name) == kind
+    assert kind in kernel_classes.CLASSES and kernel_classes.class_of(name) == kind
 
 
 def test_events_of_a_trace() -> None:
@@ -101,8 +98,7 @@ def test_summary_of_kernels() -> None:
         Event("triton_poi_fused_add_0", 2000.0, 2000.0),  # half of it waits beside the first
     ]
     classes = kernel_classes.summary(events, steps=2)
-    assert classes["ms"]["products"] == 2.0
-    assert classes["ms"]["pointwise, reductions"] == 0.5
+    assert classes["ms"]["products"] == 2.0 and classes["ms"]["pointwise, reductions"] == 0.5
     assert set(classes["ms"]) == set(kernel_classes.CLASSES)
     assert (classes["busy_ms"], classes["launches"]) == (2.5, 1.5)
     assert classes["longest"][0] == {
@@ -184,8 +180,7 @@ def test_compiled_blocks() -> None:
     trainer = toy_trainer(Contender("x", compiled="default"))
     compiled = [n for n, m in trainer.model.named_modules() if m._compiled_call_impl is not None]
     assert compiled == ["layers.0", "layers.1"]
-    with pytest.raises(ValueError, match="no blocks at 'h'"):
-        training.blocks_of(trainer.model, "h")
+    refused(lambda: training.blocks_of(trainer.model, "h"), "no blocks at 'h'")
 
 
 def test_fp8_takes_the_layers_that_hot_would() -> None:
@@ -233,8 +228,7 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
                           "frozen int8 compiled"]  # fmt: skip
     for row in rows.values():
         assert row["host"]["measurements"] == steps.STEPS_FROM_IDLE
-        assert row["step"]["measurements"] == 2
-        assert 0 < row["loss"][1] < row["loss"][0]
+        assert row["step"]["measurements"] == 2 and 0 < row["loss"][1] < row["loss"][0]
         reference = rows[REFERENCE]["step"]["median_ms"]
         ratio = row["step"]["median_ms"] / reference
         assert row["of reference"]["step"] == pytest.approx(ratio, rel=1e-4)
@@ -250,12 +244,10 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     more = [*words, "--json", str(path), "--resume", str(path), "--contenders", "default eager"]
     bench_models.main([*more, "bf16 eager", "--budget", "-1"])
     again = json.loads(path.read_text())["steps"]["llama_lora"]["rows"]
-    assert again.pop("bf16 eager")["left_out"] == "no time left"
-    assert again == rows
+    assert again.pop("bf16 eager")["left_out"] == "no time left" and again == rows
     report["device"] = "another"
     path.write_text(json.dumps(report))
-    with pytest.raises(SystemExit, match=r"--resume: .* is of \('another', "):
-        bench_models.main(more)
+    refused(lambda: bench_models.main(more), r"--resume: .* is of \('another', ", SystemExit)
 
 
 def test_a_contender_that_fails_is_a_row(
@@ -297,7 +289,6 @@ def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_tables_of_a_page(tmp_path: Path) -> None:
-    """A stale block is named, and rewritten between its marks."""
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table: steps vit_b -->\nold\n<!-- end -->\n")
     refused(lambda: doc_tables.main([str(page), "--check"]), "stale: .*page.md", SystemExit)

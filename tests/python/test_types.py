@@ -13,10 +13,8 @@ api = pytest.importorskip("mypy.api")
 
 # Code and mypy's message for the line: a type, a part of an error, or none.
 LINES = [
-    (
-        'reveal_type(hotcore.HotConfig.recipe("fast").basis)',
-        "'full'.*'lowpass'.*'sequency'.*'sketch'",
-    ),
+    ('reveal_type(hotcore.HotConfig.recipe("fast").basis)',
+     "'full'.*'lowpass'.*'sequency'.*'sketch'"),
     ("reveal_type(hotcore.HotConfig().gx_bits)", r"Literal\[4\].*Literal\[8\]|Literal\[4, 8\]"),
     ("reveal_type(hotcore.HotConfig().name)", "'accurate'.*'custom'"),
     ('hotcore.HotConfig.recipe("quick")', "incompatible type"),
@@ -31,10 +29,8 @@ LINES = [
     ("reveal_type(hotcore.backward_linear(x, x, x, need=some).gx)", r"Any \| None"),
     ('hotcore.backward_linear(x, x, x, need="wg")', "expected.*gx.*gw.*gb"),
     ("reveal_type(hotcore.quantize_forward_input(x))", r'"hotcore\.saved\.QuantizedInput"'),
-    (
-        "reveal_type(hotcore.quantize_forward_input(x, keep=True))",
-        r"tuple\[hotcore\.saved\.QuantizedInput, hotcore\.saved\.Saved\]",
-    ),
+    ("reveal_type(hotcore.quantize_forward_input(x, keep=True))",
+     r"tuple\[hotcore\.saved\.QuantizedInput, hotcore\.saved\.Saved\]"),
     ("hotcore.forward_linear(hotcore.quantize_forward_input(x), x)", ""),
     ('hot.convert(model, "fast", overrides={"head": None, "*": {"gx_bits": 4}})', ""),
     ("reveal_type(hot.convert(hot.HotLinear(64, 64)))", "HotLinear"),
@@ -47,7 +43,7 @@ LINES = [
     ('hot.convert(model, overrides={"*": {"gx_bit": 4}})', "incompatible type"),
     ('hot.HotLinear(64, 64, config="quick")', "incompatible type"),
     ("paper.PrecisionSchedule(model, 10, bits=6)", "incompatible type"),
-]
+]  # fmt: skip
 HEAD = """from typing import Any, Literal
 import hotcore
 import hotcore.torch as hot
@@ -62,10 +58,8 @@ def test_what_mypy_knows(tmp_path: Path) -> None:
     script, settings = tmp_path / "uses.py", tmp_path / "mypy.ini"
     script.write_text(HEAD + "".join(f"{code}\n" for code, _ in LINES))
     # torch and numpy are Any here: they would take mypy half a minute.
-    settings.write_text(
-        "[mypy]\n"
-        + "[mypy-torch.*,numpy.*]\nfollow_imports = skip\nfollow_imports_for_stubs = True\n"
-    )
+    skipped = "follow_imports = skip\nfollow_imports_for_stubs = True\n"
+    settings.write_text(f"[mypy]\n[mypy-torch.*,numpy.*]\n{skipped}")
     package = Path(hotcore.__file__).parent
     options = ["--config-file", str(settings), "--cache-dir", str(tmp_path / "cache")]
     with pytest.MonkeyPatch.context() as patch:

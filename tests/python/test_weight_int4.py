@@ -1,7 +1,7 @@
 """Stage weight_int4: the reference's bits, products with exponents, error, edges."""
 
 import copy
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import hotcore
@@ -11,7 +11,7 @@ import reference
 from hotcore import HotConfig
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FLOATS, KINDS, array, data, equal_bits, strided, widened
+from support import FLOATS, KINDS, array, data, equal_bits, refused, strided, widened
 
 
 def exponents_of(rng: np.random.Generator, ins: int, limit: int = 4) -> np.ndarray:
@@ -19,12 +19,10 @@ def exponents_of(rng: np.random.Generator, ins: int, limit: int = 4) -> np.ndarr
 
 
 def joined(*arrays: np.ndarray) -> np.ndarray:
-    """Buffer of arrays one after another."""
     return np.concatenate([part.ravel().view(np.uint8) for part in arrays])
 
 
 def parts(codes: hotcore.QuantizedWeightInt4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packed codes, scales and steps."""
     outs = codes.out_features
     k = -(-codes.in_features // codes.config.forward_block) * codes.config.forward_block
     scales, steps = outs * k // 2, outs * (k // 2 + 4)
@@ -33,35 +31,22 @@ def parts(codes: hotcore.QuantizedWeightInt4) -> tuple[np.ndarray, np.ndarray, n
 
 
 @given(
-    block=st.sampled_from((1, 16, 32, 64, 256)),
-    group=st.sampled_from((32, 64)),
-    outs=st.integers(0, 20),
-    groups=st.integers(0, 5),
-    missing=st.integers(0, 31),
-    kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(FLOATS),
-    limit=st.sampled_from((None, 0, 4, 127)),
-    seed=st.integers(0, 2**32 - 1),
-)
+    block=st.sampled_from((1, 16, 32, 64, 256)), group=st.sampled_from((32, 64)),
+    outs=st.integers(0, 20), groups=st.integers(0, 5), missing=st.integers(0, 31),
+    kind=st.sampled_from(KINDS), dtype=st.sampled_from(FLOATS),
+    limit=st.sampled_from((None, 0, 4, 127)), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
 def test_any_shape_equals_reference(
-    block: int,
-    group: int,
-    outs: int,
-    groups: int,
-    missing: int,
-    kind: str,
-    dtype: str,
-    limit: int | None,
-    seed: int,
-) -> None:
+    block: int, group: int, outs: int, groups: int, missing: int, kind: str, dtype: str,
+    limit: int | None, seed: int,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     whole = max(block, group)
     ins = max(0, groups * whole - (missing if missing < block >= group else 0))
     w = array(data(rng, (outs, ins), kind), dtype)
     exponents = None if limit is None else exponents_of(rng, ins, limit)
-    got = hotcore.quantize_weight_int4(
-        w, HotConfig(forward_block=block), group=group, exponents=exponents
-    )
+    options = {"group": group, "exponents": exponents}
+    got = hotcore.quantize_weight_int4(w, HotConfig(forward_block=block), **options)
     packed, scales, steps = reference.quantize_weight_int4(widened(w), block, group, exponents)
     equal_bits(got.data, joined(packed, scales, steps))
     codes = reference.expand_weight_int4(packed, steps, group)
@@ -85,17 +70,16 @@ def test_a_product_with_exponents_equals_reference(rng: np.random.Generator, dty
         x_codes = hotcore.quantize_forward_input(x, config, exponents=exponents)
         equal_bits(x_codes.data, joined(*left))
         for again in (x, strided(x)):
-            kept, saved = hotcore.quantize_forward_input(
-                again, config, keep=True, exponents=exponents
-            )
+            options = {"keep": True, "exponents": exponents}
+            kept, saved = hotcore.quantize_forward_input(again, config, **options)
             equal_bits(kept.data, x_codes.data)
             equal_bits(saved.data, hotcore.compress_activation(x, config).data)
         packed, scales, steps = reference.quantize_weight_int4(widened(w), block, group, exponents)
         right = reference.expand_weight_int4(packed, steps, group), scales
         expected = reference.forward_product(left, right, widened(bias), block)
-        weight = hotcore.expand_weight_int4(
-            hotcore.quantize_weight_int4(strided(w), config, group=group, exponents=exponents)
-        )
+        options = {"group": group, "exponents": exponents}
+        codes = hotcore.quantize_weight_int4(strided(w), config, **options)
+        weight = hotcore.expand_weight_int4(codes)
         for operand in (x, x_codes):
             y = hotcore.forward_linear(operand, weight, bias, out_dtype="float32")
             equal_bits(y, expected)
@@ -111,9 +95,8 @@ def test_steps_have_the_least_error(rng: np.random.Generator) -> None:
     error = np.square(values - chosen).sum(1)
     least = np.full(len(values), np.inf)
     for step in range(1, 136):
-        grid = reference.expand_weight_int4(
-            np.arange(256, dtype=np.uint8)[None], np.full((1, 16), step)
-        )
+        every = np.arange(256, dtype=np.uint8)[None]
+        grid = reference.expand_weight_int4(every, np.full((1, 16), step))
         distance = np.abs(values[..., None] - np.unique(grid)).min(-1)
         least = np.minimum(least, np.square(distance).sum(1))
     assert (error >= least - 1e-6 * error).all()
@@ -175,24 +158,21 @@ def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
         (".*exponents has shape",
          lambda: hotcore.quantize_forward_input(w, exponents=exponents[:64])),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{match}"):
-            call()
+        refused(call, f"^{match}")
     codes = quantise(w, exponents=exponents)
-    with pytest.raises(ValueError, match="w has .* bytes; expected"):
-        hotcore.expand_weight_int4(dataclasses.replace(codes, group=64))
-    with pytest.raises(TypeError, match="w: expected a QuantizedWeightInt4"):
-        hotcore.expand_weight_int4(hotcore.quantize_forward_weight(w))
-    expanded = hotcore.expand_weight_int4(codes)
-    with pytest.raises(TypeError, match="w: expected a QuantizedForwardWeight"):
-        hotcore.dequantize_weight(codes)
-    with pytest.raises(ValueError, match="^dequantize_weight: w has .* bytes; expected"):
-        hotcore.dequantize_weight(dataclasses.replace(expanded, out_features=3))
+    expand, dequantise = hotcore.expand_weight_int4, hotcore.dequantize_weight
+    expanded, plain = expand(codes), hotcore.quantize_forward_weight(w)
+    other, less = replace(codes, group=64), replace(expanded, out_features=3)
+    refused(lambda: expand(other), "w has .* bytes; expected")
+    refused(lambda: expand(plain), "w: expected a QuantizedWeightInt4", TypeError)
+    refused(lambda: dequantise(codes), "w: expected a QuantizedForwardWeight", TypeError)
+    refused(lambda: dequantise(less), "^dequantize_weight: w has .* bytes; expected")
     scaled = hotcore.quantize_forward_input(w, exponents=exponents)
     for x, other in (
         (hotcore.quantize_forward_input(w), expanded),
         (hotcore.quantize_forward_input(w, exponents=exponents + 1), expanded),
         (scaled, w),
-        (scaled, dataclasses.replace(expanded, exponents=None)),
+        (scaled, replace(expanded, exponents=None)),
     ):
         with pytest.raises(ValueError, match="^x: quantised with other exponents than w"):
             hotcore.forward_linear(x, other)
@@ -207,7 +187,7 @@ def test_restored_operands_have_equal_exponents(rng: np.random.Generator) -> Non
     expected = hotcore.forward_linear(codes, expanded)
     for left, right in (
         (copy.deepcopy(codes), expanded),
-        (codes, dataclasses.replace(expanded, exponents=exponents.copy())),
+        (codes, replace(expanded, exponents=exponents.copy())),
     ):
         equal_bits(hotcore.forward_linear(left, right), expected)
 
@@ -225,10 +205,7 @@ def test_exponents_of_a_weight_are_named(rng: np.random.Generator, change: Any, 
     """The caller of these functions has passed no ``exponents``."""
     w, exponents = data(rng, (4, 128)), exponents_of(rng, 128)
     expanded = hotcore.expand_weight_int4(hotcore.quantize_weight_int4(w, exponents=exponents))
-    expanded = dataclasses.replace(expanded, exponents=change(exponents))
-    for call in (
-        lambda: hotcore.dequantize_weight(expanded),
-        lambda: hotcore.forward_linear(w, expanded),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"^{match}"):
-            call()
+    expanded = replace(expanded, exponents=change(exponents))
+    error = TypeError, ValueError
+    refused(lambda: hotcore.dequantize_weight(expanded), f"^{match}", error)
+    refused(lambda: hotcore.forward_linear(w, expanded), f"^{match}", error)

@@ -5,7 +5,7 @@ from typing import Any
 import hotcore
 import numpy as np
 import pytest
-from support import array_functions, data, equal_bits
+from support import array_functions, data, equal_bits, refused
 
 jax = pytest.importorskip("jax")
 
@@ -42,16 +42,13 @@ def test_a_traced_array_is_sent_to_hotcore_jax(transform: Any) -> None:
 
 def test_what_is_not_taken() -> None:
     x = jnp.ones((4, 16))
-    with pytest.raises(ValueError, match="x: NumPy cannot read this ArrayImpl"):
-        hotcore.fwht(x.astype(jnp.bfloat16))
+    refused(lambda: hotcore.fwht(x.astype(jnp.bfloat16)), "x: NumPy cannot read this ArrayImpl")
     with pytest.raises(ValueError, match="x: NumPy arrays of bfloat16 are not supported"):
         hotcore.fwht(np.asarray(x.astype(jnp.bfloat16)))
-    with pytest.raises(ValueError, match="out: only NumPy, torch and CuPy arrays can be written"):
-        hotcore.fwht(x, out=x)
+    refused(lambda: hotcore.fwht(x, out=x), "out: only NumPy, torch and CuPy arrays can be written")
     gone = jnp.array(x)
     gone.delete()
-    with pytest.raises(ValueError, match="x: a .*ArrayImpl on no one device"):
-        hotcore.fwht(gone)
+    refused(lambda: hotcore.fwht(gone), "x: a .*ArrayImpl on no one device")
 
 
 def test_arrays_of_several_devices_are_not_taken() -> None:

@@ -7,25 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-try:
-    import hotcore.jax as hot
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
+hot = pytest.importorskip("hotcore.jax", exc_type=ImportError)
 pytest.importorskip("flax")
 
-import jax
-import jax.numpy as jnp
-from flax import errors, linen, nnx
-from hotcore.jax.flax import HotDense, HotLinear
-from support import equal_bits
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from flax import errors, linen, nnx  # noqa: E402
+from hotcore.jax.flax import HotDense, HotLinear  # noqa: E402
+from support import cosine, equal_bits, refused  # noqa: E402
 
 X = jax.random.normal(jax.random.key(0), (4, 50, 64))
 KEY = jax.random.key(3)
-
-
-def cosine(a: Any, b: Any) -> float:
-    a, b = (np.asarray(v, np.float64).ravel() for v in (a, b))
-    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
 class Net(linen.Module):
@@ -60,8 +52,7 @@ def test_linen(dtype: Any, use_bias: bool) -> None:
     exact = jax.grad(lambda p: loss(plain, p))(params)
     gradients = jax.jit(jax.grad(lambda p, key: loss(ours, p, rngs={"hot": key})))(params, KEY)
     for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True):
-        assert got.dtype == wanted.dtype
-        assert cosine(got, wanted) > 0.99
+        assert got.dtype == wanted.dtype and cosine(got, wanted) > 0.99
     kernels = [tree["params"]["up"]["kernel"] for tree in (gradients, exact)]
     assert not np.array_equal(*kernels)  # HOT's backward
     other = jax.grad(lambda p: loss(ours, p, rngs={"hot": jax.random.key(4)}))(params)
@@ -76,8 +67,7 @@ def test_linen_in_eval_and_errors() -> None:
     quiet = Net(HotDense, {"deterministic": True})
     plain = Net(linen.Dense).apply(params, X)
     np.testing.assert_allclose(quiet.apply(params, X), plain, rtol=1e-5, atol=1e-6)
-    with pytest.raises(errors.InvalidRngError, match="hot"):
-        Net(HotDense).apply(params, X)
+    refused(lambda: Net(HotDense).apply(params, X), "hot", errors.InvalidRngError)
     for more in ({}, {"deterministic": True}):
         for options, message in (
             ({"precision": "highest"}, "precision: HOT replaces"),
@@ -105,9 +95,8 @@ def test_linen_scan_and_remat() -> None:
         return (stack.apply(params, x, None, rngs={"hot": KEY})[0] ** 2).mean()
 
     def plain(params: Any, x: Any) -> Any:
-        for kernel, bias in zip(
-            *map(params["params"]["layer"].get, ("kernel", "bias")), strict=True
-        ):
+        layers = map(params["params"]["layer"].get, ("kernel", "bias"))
+        for kernel, bias in zip(*layers, strict=True):
             x = x @ kernel + bias
         return (x**2).mean()
 
@@ -118,10 +107,8 @@ def test_linen_scan_and_remat() -> None:
 
 class Mlp(nnx.Module):
     def __init__(self, kind: Any, rngs: nnx.Rngs, **options: Any) -> None:
-        self.up, self.down = (
-            kind(64, 128, rngs=rngs, **options),
-            kind(128, 64, rngs=rngs, **options),
-        )
+        sizes = ((64, 128), (128, 64))
+        self.up, self.down = (kind(*size, rngs=rngs, **options) for size in sizes)
 
     def __call__(self, x: Any) -> Any:
         return self.down(nnx.gelu(self.up(x)))
@@ -181,7 +168,6 @@ def test_nnx_errors() -> None:
         ("config", "best", "'best' is not one of"),
         ("config", IN_EVAL, "config: expected forward_in_eval"),
     ):
-        with pytest.raises(ValueError, match=message):
-            HotLinear(64, 64, rngs=nnx.Rngs(0), **{name: value})
+        refused(HotLinear, message, ValueError, 64, 64, rngs=nnx.Rngs(0), **{name: value})
     with pytest.raises(ValueError, match="out_sharding: expected None"):
         HotLinear(64, 64, rngs=nnx.Rngs(0))(X, out_sharding=1)

@@ -11,16 +11,13 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import selftest
-from support import data, equal_bits, running, same_on_every_path
+from support import data, equal_bits, refused, running, same_bits, same_on_every_path
 
-try:
-    import hotcore.jax as hot
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
+hot = pytest.importorskip("hotcore.jax", exc_type=ImportError)
 
-import jax
-import jax.numpy as jnp
-from hotcore.jax import calls
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from hotcore.jax import calls  # noqa: E402
 
 RECIPES = ("default", "fast", "paper", "accurate")
 SEED = 2**40 + 7
@@ -102,24 +99,18 @@ def test_forward_is_the_product_of_jnp(rng: np.random.Generator, dtype: str) -> 
     for run in (jax.jit, lambda function: function):
         got, wanted = run(ours)(x, w, b), run(lambda x, w, b: jnp.matmul(x, w.T) + b)(x, w, b)
         assert got.dtype == wanted.dtype == dtype
-        equal_bits(numpy_of(got), numpy_of(wanted))
-        equal_bits(numpy_of(run(ours)(x, w)), numpy_of(run(jnp.matmul)(x, w.T)))
+        alone = run(ours)(x, w), run(jnp.matmul)(x, w.T)
+        same_bits(map(numpy_of, (got, alone[0])), map(numpy_of, (wanted, alone[1])))
 
 
 def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> None:
     arrays = layer(rng, 30)
     wanted = gradients(*arrays, key_of(7))
     for key in (
-        jax.random.key(7),
-        jax.random.PRNGKey(7),
-        np.array([0, 7], np.uint32),
-        np.int64(7),
-        np.array(7, np.uint8),
-        jnp.int32(7),
-        jnp.uint32(7),
-    ):
-        for got, expected in zip(gradients(*arrays, key), wanted, strict=True):
-            equal_bits(np.asarray(got), np.asarray(expected), repr(key))
+        jax.random.key(7), jax.random.PRNGKey(7), np.array([0, 7], np.uint32), np.int64(7),
+        np.array(7, np.uint8), jnp.int32(7), jnp.uint32(7),
+    ):  # fmt: skip
+        same_bits(map(np.asarray, gradients(*arrays, key)), map(np.asarray, wanted), repr(key))
     got = jax.grad(lambda w: weighted(*arrays[:2], w, arrays[3], np.int64(SEED))[0])(arrays[2])
     equal_bits(np.asarray(got), np.asarray(gradients(*arrays, key_of(SEED))[1]), "64 bits")
     other = gradients(*arrays, key_of(8))
@@ -134,8 +125,7 @@ def test_keys_of_other_implementations(rng: np.random.Generator, impl: str) -> N
     low, high = (int(word) for word in jax.random.bits(key, (2,), np.uint32))
     wanted = gradients(*arrays, key_of(high << 32 | low))
     for same in (key, jax.random.key_data(key), np.asarray(jax.random.key_data(key))):
-        for got, expected in zip(gradients(*arrays, same), wanted, strict=True):
-            equal_bits(np.asarray(got), np.asarray(expected), impl)
+        same_bits(map(np.asarray, gradients(*arrays, same)), map(np.asarray, wanted), impl)
     other = gradients(*arrays, jax.random.fold_in(key, 1))
     assert not np.array_equal(other[1], wanted[1])
 
@@ -155,8 +145,7 @@ def test_8_bit_forward(rng: np.random.Generator, dtype: Any, block: int) -> None
         equal_bits(numpy_of(y), numpy_of(wanted), "y")
     *found, _ = gradients(gy, x, w, b, key_of(3), config)
     *plain, _ = gradients(gy, x, w, b, key_of(3))
-    for got, expected in zip(found, plain, strict=True):
-        equal_bits(numpy_of(got), numpy_of(expected))
+    same_bits(map(numpy_of, found), map(numpy_of, plain))
 
 
 def test_8_bit_forward_under_transformations(rng: np.random.Generator) -> None:
@@ -185,9 +174,7 @@ def test_a_key_is_an_operand(rng: np.random.Generator) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     gradients = [np.asarray(step(w, key)) for key in keys]
     assert len(traced) == 1
-    assert not np.array_equal(gradients[0], gradients[1]) and not np.array_equal(
-        gradients[1], gradients[2]
-    )
+    assert not any(np.array_equal(*gradients[i : i + 2]) for i in range(2))
     equal_bits(np.asarray(step(w, keys[0])), gradients[0])
 
 
@@ -221,9 +208,8 @@ def test_what_is_not_differentiated_is_not_kept(rng: np.random.Generator) -> Non
     assert count("", lambda x: hot.linear(x, w, b, key=key), x) == 0  # forward alone
 
     *wanted, _ = gradients(gy, x, w, b, key)
-    for (function, argument, *_), expected in zip(
-        frozen, (wanted[1], wanted[0], wanted[2]), strict=True
-    ):
+    expectations = wanted[1], wanted[0], wanted[2]
+    for (function, argument, *_), expected in zip(frozen, expectations, strict=True):
         gradient = jax.jit(jax.grad(lambda a, function=function: (function(a) * gy).sum()))
         equal_bits(np.asarray(gradient(argument)), np.asarray(expected))
 
@@ -278,14 +264,11 @@ def test_shard_map_adds_up_what_devices_share(rng: np.random.Generator, check: b
         return gx, *((gw, gb) if check else jax.lax.psum((gw, gb), "data"))
 
     specs = (parted, parted, shared, shared, parted)
-    sharded = jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=(parted, shared, shared), check_vma=check
-    )
+    out = {"out_specs": (parted, shared, shared), "check_vma": check}
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, **out)
     gx, gw, gb = jax.jit(sharded)(gy, x, w, b, keys)
-    halves = [
-        gradients(gy[p], x[p], w, b, k)
-        for p, k in zip((slice(32), slice(32, 64)), keys, strict=True)
-    ]
+    parts = zip((slice(32), slice(32, 64)), keys, strict=True)
+    halves = [gradients(gy[p], x[p], w, b, k) for p, k in parts]
     equal_bits(np.asarray(gx), np.concatenate([half[0] for half in halves]))
     np.testing.assert_allclose(gw, halves[0][1] + halves[1][1], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(gb, halves[0][2] + halves[1][2], rtol=1e-5, atol=1e-5)
@@ -320,9 +303,8 @@ def test_threads_are_those_of_hotcore(rng: np.random.Generator) -> None:
     threads()  # XLA starts threads
     with running(6):
         six = threads()
-    with running(
-        1
-    ):  # hotcore keeps the six threads of its calls; the threads of XLA's calls have ended
+    # hotcore keeps the six threads of its calls; the threads of XLA's calls have ended.
+    with running(1):
         assert threads() <= six - 5
 
 
@@ -338,8 +320,7 @@ def test_grid_of_tokens(rng: np.random.Generator) -> None:
     rows = hotcore.HotConfig.recipe("paper", rows=(0, 1, 4))
     gw = gradients(gy, x, w, b, key_of(3), rows)[1]
     equal_bits(np.asarray(gw), hotcore.backward_linear(*flat, config=rows, key=key).gw)
-    with pytest.raises(ValueError, match="token"):  # during tracing
-        gradients(gy[:, :9], x[:, :9], w, b, key_of(3), config)
+    refused(gradients, "token", ValueError, gy[:, :9], x[:, :9], w, b, key_of(3), config)
 
 
 @pytest.mark.parametrize("shape", [(0, 48), (2, 0, 48)])
@@ -387,16 +368,14 @@ class Scalar:
 def test_wrong_arguments_are_named(
     arguments: Any, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(kind, match=message):
-        hot.linear(*arguments, **{"key": KEY, **options})
+    refused(lambda: hot.linear(*arguments, **{"key": KEY, **options}), message, kind)
 
 
 @pytest.mark.parametrize("argument", range(3))
 def test_a_configuration_that_does_not_fit_is_refused_when_traced(argument: int) -> None:
     config = hotcore.HotConfig.recipe("paper", token_grid=(2, 2))
     step = jax.jit(jax.grad(lambda *a: hot.linear(*a, key=KEY, config=config).sum(), argument))
-    with pytest.raises(ValueError, match=r"x has 5 tokens.*multiple of .* = 4"):
-        step.lower(X, W, B)
+    refused(lambda: step.lower(X, W, B), r"x has 5 tokens.*multiple of .* = 4")
 
 
 @pytest.mark.parametrize(
@@ -410,9 +389,7 @@ def test_a_configuration_that_does_not_fit_is_refused_when_traced(argument: int)
         ("5, 8; o, 8", 1, "plain", r"y: .* got shape \(5, o\)"),
     ],
 )
-def test_symbolic_sizes_are_named(
-    sizes: str, argument: int | None, forward: Any, message: str | None
-) -> None:
+def test_symbolic_sizes_are_named(sizes: str, argument: Any, forward: Any, message: Any) -> None:
     config = hotcore.HotConfig.recipe("default", forward=forward)
 
     def loss(x: Any, w: Any) -> Any:
@@ -425,8 +402,7 @@ def test_symbolic_sizes_are_named(
     if message is None:  # only jnp's product
         step(*arguments)
         return
-    with pytest.raises(NotImplementedError, match=message):
-        step(*arguments)
+    refused(lambda: step(*arguments), message, NotImplementedError)
 
 
 def test_an_exported_gradient(rng: np.random.Generator) -> None:
@@ -436,8 +412,7 @@ def test_an_exported_gradient(rng: np.random.Generator) -> None:
     names = ("hotcore_compress_activation", "hotcore_backward_linear")
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
     exported = jax.export.export(step, disabled_checks=checks)(x, w)
-    for got, wanted in zip(exported.call(x, w), step(x, w), strict=True):
-        equal_bits(np.asarray(got), np.asarray(wanted))
+    same_bits(map(np.asarray, exported.call(x, w)), map(np.asarray, step(x, w)))
 
 
 def test_several_random_keys_are_refused() -> None:
@@ -455,34 +430,26 @@ def test_no_second_derivative_and_no_forward_mode() -> None:
     def loss(w: Any) -> Any:
         return (hot.linear(X, w, key=KEY) ** 2).sum()
 
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (W,), (W,))
-    with pytest.raises(ValueError, match="cannot be differentiated"):
-        jax.grad(lambda w: jax.grad(loss)(w).sum())(W)
+    refused(lambda: jax.jvp(loss, (W,), (W,)), "forward-mode", TypeError)
+    refused(lambda: jax.grad(lambda w: jax.grad(loss)(w).sum())(W), "cannot be differentiated")
 
 
 def test_an_error_of_libhot_comes_through() -> None:
     result = jax.ShapeDtypeStruct((16,), np.uint8)
     call = jax.ffi.ffi_call("hotcore_compress_activation", (result, result))
-    config = calls._text(hotcore.HotConfig())
-    seed = np.zeros(2, np.uint32)
-    failed = jax.errors.JaxRuntimeError
-    with pytest.raises(failed, match=r"INVALID_ARGUMENT: .*saved.*16"):  # too small
-        jax.block_until_ready(call(X, seed, config=config))
-    with pytest.raises(failed, match="INVALID_ARGUMENT: x: .*expected one of|is not one of"):
-        jax.block_until_ready(call(X.astype(np.int32), seed, config=config))
-    with pytest.raises(failed, match="INVALID_ARGUMENT: seed"):
-        jax.block_until_ready(call(X, seed[:1], config=config))
-    for text, error in (
-        (f"{config}basis=best;", "basis: 'best' is not one of"),
-        (config.replace("rows=;", ""), "config: no rows"),
-        (f"{config}lines=3", "no field 'lines'"),
-        ("", "config: no "),
+    text, seed = calls._text(hotcore.HotConfig()), np.zeros(2, np.uint32)
+    for x, words, config, error in (
+        (X, seed, {"config": text}, ".*saved.*16"),  # too small
+        (X.astype(np.int32), seed, {"config": text}, "x: .*expected one of|is not one of"),
+        (X, seed[:1], {"config": text}, "seed"),
+        (X, seed, {"config": f"{text}basis=best;"}, "basis: 'best' is not one of"),
+        (X, seed, {"config": text.replace("rows=;", "")}, "config: no rows"),
+        (X, seed, {"config": f"{text}lines=3"}, "no field 'lines'"),
+        (X, seed, {"config": ""}, "config: no "),
+        (X, seed, {}, "config: "),
     ):
-        with pytest.raises(failed, match=f"INVALID_ARGUMENT: {error}"):
-            jax.block_until_ready(call(X, seed, config=text))
-    with pytest.raises(failed, match="INVALID_ARGUMENT: config: "):
-        jax.block_until_ready(call(X, seed))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: {error}"):
+            jax.block_until_ready(call(x, words, **config))
 
 
 def imported_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,27 +459,20 @@ def imported_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "jax", None)
-        with pytest.raises(ImportError, match="pip install 'jax>=0.10'"):
-            imported_anew(patch)
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "__version_info__", (0, 9, 2))
-        with pytest.raises(ImportError, match=r"needs jax 0.10 or newer.*\(jax is"):
-            imported_anew(patch)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "hotcore._jax_ffi", None)
-        patch.delattr(hotcore, "_jax_ffi")
-        with pytest.raises(ImportError, match="HOT_JAX=ON pip install"):
-            imported_anew(patch)
-
-    def refused(*arguments: Any, **options: Any) -> None:
+    def incompatible(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("version 0.1 is incompatible")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(jax.ffi, "register_ffi_target", refused)
-        with pytest.raises(ImportError, match=r"does not take handlers for version 0\.\d"):
-            imported_anew(patch)
+    for owner, name, value, says in (
+        (sys.modules, "jax", None, "pip install 'jax>=0.10'"),
+        (jax, "__version_info__", (0, 9, 2), r"needs jax 0.10 or newer.*\(jax is"),
+        (sys.modules, "hotcore._jax_ffi", None, "HOT_JAX=ON pip install"),
+        (jax.ffi, "register_ffi_target", incompatible, r"does not take handlers for version 0\.\d"),
+    ):
+        with monkeypatch.context() as patch:
+            (patch.setitem if owner is sys.modules else patch.setattr)(owner, name, value)
+            if name.startswith("hotcore."):
+                patch.delattr(hotcore, "_jax_ffi")
+            refused(imported_anew, says, ImportError, patch)
 
 
 def test_the_self_test_by_xla() -> None:
