@@ -124,7 +124,9 @@ def ddp(results: Path) -> Lines:
         model, gpus, _, *peer = setting.split(", ")
         if model != "llama_8b":
             models.setdefault(model, {})[", ".join([gpus, *peer])] = rows
-    places = sorted({place for found in models.values() for place in found}, key=lambda p: (len(p), p))
+    places = sorted(
+        {place for found in models.values() for place in found}, key=lambda p: (len(p), p)
+    )
     cells = []
     for model, found in models.items():
         for name in dict.fromkeys(name for rows in found.values() for name in rows):
