@@ -270,10 +270,9 @@ def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     from evidence import bench_base
 
     (rows,) = report_of(bench_base, tmp_path / "bases.json", "--quick")["cases"].values()
-    assert list(rows) == [*bench_base.formats(), *bench_base.FROZEN]
-    simulated = rows["INT4, sizes of x and w, quarters, x in INT8"]
+    assert list(rows) == [*bench_base.ROUNDED, *bench_base.FROZEN]
     ours = "hot.freeze(model, 4, inputs)"
-    assert rows[ours]["w"] == pytest.approx(simulated["w"], rel=0.1)
+    assert rows[ours]["w"] < 1.1 * rows[bench_base.BASELINE]["w"]
     assert rows[ours]["bytes"] < 0.6 < rows["hot.freeze_int8(model)"]["bytes"] < 1.1
     assert rows["hot.freeze_int8(model)"]["error"] < 0.2 * rows[ours]["error"]
     assert ours in capsys.readouterr().out

@@ -52,9 +52,6 @@ def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got - exact).norm() / exact.norm())
 
 
-# ---------------------------------------------------------------------------- Forward and gradients
-
-
 @pytest.mark.parametrize("padding", ["same", "valid", "pixels"])
 @pytest.mark.parametrize("mode", MODES)
 def test_random_shapes(rng: np.random.Generator, mode: str, padding: str) -> None:
@@ -188,9 +185,6 @@ def test_gradients_keep_the_parameters_layout() -> None:
             assert gw.stride() == module.weight.stride()
 
 
-# ----------------------------------------------------------------------------------- What is saved
-
-
 @pytest.mark.parametrize(
     ("recipe", "kernel", "bound"),
     [
@@ -242,9 +236,6 @@ def test_compiled_layers_with_one_x_keep_it_once() -> None:
     assert graphs.count("backward", "decompress_activation") == 1
     assert graphs.calls["backward"]["aten.convolution_backward.default"] == 3
     assert sum(t.nbytes for t in graphs.kept if t.dtype == torch.uint8) <= 0.6 * x.numel()
-
-
-# --------------------------------------------------------------------------------------- Operators
 
 
 @pytest.mark.long
@@ -304,9 +295,6 @@ def test_a_step_on_cuda(mode: str) -> None:
     gy = torch.randn(3, 24, 12, 10, device="cuda")
     for ours, theirs in zip(grads(module, x, gy), grads(plain, x, gy), strict=True):
         assert relative(ours, theirs) < 0.05
-
-
-# --------------------------------------------------------------------------------------- HotConv2d
 
 
 def test_bad_arguments() -> None:

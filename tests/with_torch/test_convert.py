@@ -286,9 +286,6 @@ def test_fields_as_arguments() -> None:
             hot.convert(Model(), **fields)
 
 
-# ---------------------------------------------------------------------------------------- Overrides
-
-
 def test_overrides() -> None:
     model = Model()
     custom = HotConfig(gx_rounding="nearest")
@@ -338,9 +335,6 @@ def test_bad_overrides(overrides: dict, error: type[Exception], message: str) ->
     model = Model()
     refused(lambda: hot.convert(model, overrides=overrides), message, error)
     assert not any(isinstance(module, hot.HotLinear) for module in model.modules())
-
-
-# ------------------------------------------------------------------------------------- Convolutions
 
 
 class ConvNet(nn.Module):

@@ -146,9 +146,6 @@ class Operators(TorchDispatchMode):
         return sum(call.startswith("compress") for call in self.calls)
 
 
-# ---------------------------------------------------------------------------- Sizes of zero and one
-
-
 @pytest.mark.parametrize("mode", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "recipe", ["default", INT8, dataclasses.replace(INT8, forward_in_eval=True)]
@@ -185,9 +182,6 @@ def test_layers_without_features(sizes: tuple[int, int]) -> None:
     layer = converted(nn.Linear(*sizes))
     gradients = step(layer, torch.randn(3, sizes[0]))
     assert [tuple(g.shape) for g in gradients[1:3]] == [(3, sizes[0]), sizes[::-1]]
-
-
-# -------------------------------------------------------------------- Plain where HOT has no part
 
 
 @kinds()
@@ -252,9 +246,6 @@ def test_initialised_as_the_plain_one(plain: Any, ours: Any, sizes: Any, bias: b
         states.append(cls(*sizes, bias=bias, **options).state_dict())
     assert states[0].keys() == states[1].keys()
     assert same(states[0].values(), states[1].values())
-
-
-# ------------------------------------------------------------------------------ Random numbers
 
 
 @both_configs
@@ -352,9 +343,6 @@ def test_checkpoint_repeats_the_bits(kind: str, recipe: Any, reentrant: bool) ->
     assert same(wrapped, step(block, x))
 
 
-# ----------------------------------------------------------------------- What is saved and computed
-
-
 @kinds()
 def test_a_frozen_weight_saves_nothing_of_x(kind: str) -> None:
     _, module = pair(kind)
@@ -418,9 +406,6 @@ def test_a_weight_changed_in_place_is_noticed(kind: str) -> None:
     with torch.no_grad():
         weights(module)[0].add_(1)
     refused(y.sum().backward, "modified by an inplace operation", RuntimeError)
-
-
-# ---------------------------------------------------------------------------- Autocast and dtypes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -498,9 +483,6 @@ def test_meta_tensors(kind: str, recipe: Any) -> None:
             module(inputs(kind))
 
 
-# ------------------------------------------------------------------------------- Shapes and strides
-
-
 @kinds(*ONE_LAYER)
 def test_strides_do_not_matter(kind: str) -> None:
     _, module = pair(kind)
@@ -515,9 +497,6 @@ def test_strides_do_not_matter(kind: str) -> None:
         for parameter in weights(module):
             parameter.set_(strided(parameter.detach()))
     assert same(step(module, x, gy=gy)[1:], expected)
-
-
-# --------------------------------------------------------------------------- Gradients that add up
 
 
 @kinds(*TRAINED)
@@ -555,9 +534,6 @@ def test_a_layer_used_twice_on_one_x(kind: str) -> None:
     assert not torch.equal(each[0][of_gw], each[1][of_gw])
 
 
-# ------------------------------------------------------------------------- Copies and hooks
-
-
 @both_configs
 @kinds()
 def test_copies(kind: str, recipe: Any, tmp_path: Path) -> None:
@@ -588,9 +564,6 @@ def test_hooks_survive_conversion(kind: str) -> None:
     assert calls.index("gradient") < calls.index("added")
 
 
-# -------------------------------------------------------------------------------------- Refused
-
-
 @kinds(*TRAINED)
 def test_differentiating_twice_is_refused(kind: str) -> None:
     _, module = pair(kind)
@@ -618,9 +591,6 @@ def test_torch_func_and_forward_mode_are_refused(kind: str, recipe: Any) -> None
     loss(state)  # without a transform it is an ordinary call
     module.eval()  # plain torch
     torch.func.grad(loss)(state)
-
-
-# ------------------------------------------------------------------------------------- Compiled
 
 
 @both_configs

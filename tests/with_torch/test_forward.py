@@ -34,9 +34,6 @@ def converted(model: nn.Module, config: Any) -> nn.Module:
     return hot.convert(model, config, every)
 
 
-# ---------------------------------------------------------------------------------------- The bits
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(70,), (33, 70), (2, 17, 70), (1, 2, 3, 4, 70), (0, 70)])
 def test_a_linear_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -115,9 +112,6 @@ def test_attention(batch_first: bool) -> None:
     assert 1e-3 < error() < 0.02
 
 
-# ----------------------------------------------------------------------------------- The gradients
-
-
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(70, 48), (2, 50, 70)),
     "1x1": (lambda: nn.Conv2d(70, 48, 1, stride=2), (2, 70, 9, 9)),
@@ -152,9 +146,6 @@ def test_a_bias_alone(compiled: bool) -> None:
     assert torch.equal(y, expected(x, layer.weight, layer.bias))
     y.backward(gy)
     assert torch.allclose(layer.bias.grad, gy.sum(0), rtol=1e-5, atol=1e-5)
-
-
-# --------------------------------------------------------------------------- Eval mode and autocast
 
 
 def test_eval_mode_is_plain_unless_it_is_kept() -> None:
@@ -244,9 +235,6 @@ def test_what_the_plain_layer_refuses(compiled: bool) -> None:
         call(torch.randn(50, 71))
 
 
-# ------------------------------------------------------------------------------------ The compiler
-
-
 def test_opcheck() -> None:
     x, weight, bias = torch.randn(50, 70), torch.randn(48, 70), torch.randn(48)
     text, product = INT8.json, torch.ops.hotcore.product.default
@@ -276,9 +264,6 @@ def test_compiled_for_any_number_of_tokens() -> None:
         assert torch.equal(compiled(tokens), model(tokens))
     model.eval()
     assert torch.equal(compiled(x), model(x))
-
-
-# --------------------------------------------------------- Nothing of a weight stays between calls
 
 
 def stepped(layer: hot.HotLinear) -> None:
@@ -332,9 +317,6 @@ def test_relora() -> None:
         adapted(wrapped)(x).square().sum().backward()
         model = wrapped.merge_and_unload()
         assert torch.equal(model[1](inner), expected(inner, model[1].weight, model[1].bias))
-
-
-# --------------------------------------------------------------------------------------- Reports
 
 
 def test_compute_report_counts_the_forward() -> None:

@@ -107,9 +107,6 @@ def detached(model: Any) -> bool:
     return not {"forward", "_loss_function"} & {*vars(model), *vars(model.lm_head)}
 
 
-# ------------------------------------------------------------------------------ Loss and gradients
-
-
 @pytest.mark.parametrize("vocab", [1, 7, 128, 1031, 50257])
 def test_against_float64(vocab: int, rng: np.random.Generator) -> None:
     for tokens in (0, 1, 197, 640):
@@ -236,9 +233,6 @@ def test_strided_and_any_leading_dimensions() -> None:
     torch.testing.assert_close(one, reference(x[0, 0, :1], weight, torch.tensor([3])))
 
 
-# ------------------------------------------------------------------------------------------ Memory
-
-
 class Largest(TorchDispatchMode):
     """Values of the largest tensor that is made inside."""
 
@@ -306,9 +300,6 @@ def test_only_products_that_are_wanted() -> None:
     assert products(False, False, False) == 1 and products(True, True, True) == 3
     assert products(True, False, False) == products(False, True, True) == 2
     assert products(True, True, True, backward=False) == 1
-
-
-# ---------------------------------------------------------------------------------------- Autograd
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -455,9 +446,6 @@ def test_a_selective_checkpoint_keeps_it() -> None:
         found = results(call, given)
     assert counter.get_total_flops() == 3 * 2 * 64 * 32 * 96
     assert same(found, results(hot.linear_cross_entropy, given))
-
-
-# ---------------------------------------------------------------------------------------- Modules
 
 
 def test_module_with_a_tied_weight() -> None:

@@ -30,9 +30,6 @@ INT8 = hot.HotConfig.recipe("fast", forward="int8")
 SKETCH = hot.HotConfig.recipe("fast", forward="int8", basis="sketch")
 
 
-# ------------------------------------------------------------------------------------------- FLOPs
-
-
 @pytest.mark.parametrize("config", ["fast", INT8], ids=str)
 @pytest.mark.parametrize("kind", ["linear", "1x1", "3x3"])
 def test_flops_are_those_of_the_plain_layer(kind: str, config: Any) -> None:
@@ -68,9 +65,6 @@ def test_flops_of_the_operators_of_a_graph() -> None:
         with FlopCounterMode(display=False) as counter:
             call()
         assert counter.get_total_flops() == products * 2 * 50 * 64 * 96
-
-
-# ----------------------------------------------------------------------------- Sharing and keeping
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -226,9 +220,6 @@ def test_inductor_writes_what_operators_share_once() -> None:
     assert "out_ptr1" not in forward
 
 
-# ---------------------------------------------------------------------------------- Recomputing
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_a_memory_budget_knows_what_a_product_costs(budget: float) -> None:
@@ -265,9 +256,6 @@ def test_selective_checkpoints(policy: str, products: int, config: Any) -> None:
     assert graphs.count("backward", "compress") == 0
     # Nothing in the region needs its last product.
     assert graphs.count("backward", "product") == max(0, products - 1)
-
-
-# ------------------------------------------------------------------------------------------- Caches
 
 
 def compile_twice() -> None:
@@ -309,8 +297,6 @@ def test_sizes_of_fakes() -> None:
         size = torch.ops.hotcore.forward_input(torch.randn(tokens, width), config.json).numel()
         assert hot.ops.codes.input_bytes(Symbolic(tokens), width, config) == size
 
-
-# -------------------------------------------------------------------------------- Operators in C++
 
 NAMES = ("compress", "quantize_input", "forward_input", "product", "backward_linear")
 in_cpp = pytest.mark.skipif(
