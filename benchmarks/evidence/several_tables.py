@@ -15,7 +15,8 @@ WIRE = {"10M, DDP": "cuda-wire-10M.json", "91M, FSDP2": "cuda-wire-91M.json"}
 """Reports of several.py about GPTs, by size and plan."""
 SEEDS = 3
 """Pairs that :func:`wire_losses` needs for a verdict."""
-NO_PEER = ", no peer access"
+NO_PEER, SHARDED = ", no peer access", "llama_8b"
+"""End of a setting, and the beginning of FSDP2's; all others are DDP's."""
 LAST = 20
 """Last losses of a run that are averaged."""
 GPUS, GBITS = (8, 64, 512), (25, 100, 400)
@@ -65,9 +66,12 @@ def wire_of(peers: Mapping[str, Report], no_peers: Mapping[str, Report]) -> tupl
 
 
 def predictions(settings: Mapping[str, Mapping[str, Report]], setting: str) -> dict[str, float]:
-    """Predicted milliseconds of the rows of a setting without peer access, except bf16's."""
+    """Predicted milliseconds of the 8B's rows without peer access, except bf16's.
+
+    DDP's steps wait for the host, which the model leaves out.
+    """
     peers, no_peers = settings.get(setting.removesuffix(NO_PEER), {}), settings[setting]
-    if not setting.endswith(NO_PEER) or any(
+    if not (setting.startswith(SHARDED) and setting.endswith(NO_PEER)) or any(
         "step" not in p.get("bf16", {}) for p in (peers, no_peers)
     ):
         return {}
@@ -93,7 +97,7 @@ def several(results: Path) -> Lines:
     """Speed, peak and bytes sent of every contender, by model and connection."""
     settings, cells = settings_of(results), []
     for setting, rows in settings.items():
-        if not setting.startswith("llama_8b"):
+        if not setting.startswith(SHARDED):
             continue
         predicted, plain, title = predictions(settings, setting), rows.get("bf16", {}), setting
         for name, row in rows.items():
@@ -122,7 +126,7 @@ def ddp(results: Path) -> Lines:
     models: dict[str, dict[str, dict[str, Report]]] = {}
     for setting, rows in settings_of(results).items():
         model, gpus, _, *peer = setting.split(", ")
-        if model != "llama_8b":
+        if model != SHARDED:
             models.setdefault(model, {})[", ".join([gpus, *peer])] = rows
     places = sorted(
         {place for found in models.values() for place in found}, key=lambda p: (len(p), p)
@@ -132,15 +136,14 @@ def ddp(results: Path) -> Lines:
         for name in dict.fromkeys(name for rows in found.values() for name in rows):
             words, peaks = [model if name == "bf16" else "", name], []
             for place in places:
-                rows = found.get(place, {})
-                if name in rows:
-                    row, plain = rows[name], rows["bf16"]
+                row, plain = (found.get(place, {}).get(one, {}) for one in (name, "bf16"))
+                if "step" in row and "step" in plain:
                     ms, of = (r["step"]["median_ms"] for r in (row, plain))
                     words.append(f"{ms:.0f} ms" if name == "bf16" else f"{of / ms:.2f}×")
-                    peaks.append(row["peak_gib"] / plain["peak_gib"])
+                    peaks += [row["peak_gib"] / plain["peak_gib"]] if "peak_gib" in row else []
                 else:
-                    words.append("")
-            cells.append([*words, f"{max(peaks):.2f}"])
+                    words.append(row.get("left_out", "failed") if row else "")
+            cells.append([*words, f"{max(peaks):.2f}" if peaks else ""])
     yield from table_of(["", "", *places, "peak, of bf16's"], cells)
     yield from ("", dates_line(results, [SPEEDS]))
 
