@@ -284,7 +284,10 @@ print(peak() - before)
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_host_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
-    """192 MiB of weights are 26 MiB of codes, a tensor 8 MiB. The other way exceeds the bound."""
+    """192 MiB of weights are 26 MiB of codes, a tensor 8 MiB. The other way exceeds the bound.
+
+    The allocator adds 24 MiB to 60 in most runs, and once had added it twice.
+    """
     state = {f"{i}.weight": torch.randn(1024, 2048) for i in range(24)}
     path, size = tmp_path / "model.safetensors", 24 * 4 * 1024 * 2048
     safetensors.save_file(state, path)
@@ -294,4 +297,4 @@ def test_host_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
         run = [sys.executable, "-c", PEAK, str(path), how]
         return int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
 
-    assert peak("tensors") < size / 2 < size < peak("whole")
+    assert peak("tensors") < size * 2 / 3 < size < peak("whole")
