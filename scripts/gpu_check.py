@@ -131,18 +131,25 @@ def earlier(report: Path, device: str) -> dict[str, Any]:
     return found if same else {}
 
 
+def outcomes(report: Path) -> list[tuple[str, str]]:
+    """Return the tests of a JUnit file, named as pytest takes them: passed, failed or skipped."""
+    found = []
+    for case in tree.parse(report).getroot().iter("testcase") if report.exists() else ():
+        outcome = "passed"
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcome = "failed"
+        elif case.find("skipped") is not None or case.get("status") in ("notrun", "disabled"):
+            outcome = "skipped"
+        module = case.get("classname", "").replace(".", "/")
+        found.append((f"{module}.py::{case.get('name')}", outcome))
+    return found
+
+
 def counts(report: Path) -> dict[str, int]:
     """Count passed, failed and skipped tests of a JUnit file. A missing file is one failure."""
-    total = {"passed": 0, "failed": 0, "skipped": 0}
-    if not report.exists():
-        return {"passed": 0, "failed": 1, "skipped": 0}
-    for case in tree.parse(report).getroot().iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            total["failed"] += 1
-        elif case.find("skipped") is not None or case.get("status") in ("notrun", "disabled"):
-            total["skipped"] += 1
-        else:
-            total["passed"] += 1
+    total = {"passed": 0, "failed": int(not report.exists()), "skipped": 0}
+    for _, outcome in outcomes(report):
+        total[outcome] += 1
     return total
 
 
@@ -252,8 +259,8 @@ def test_all(
     return tests
 
 
-def run_again(reports: Path, env: dict[str, str], names: list[str]) -> int:
-    """Run Python tests. Returns how many passed."""
+def run_again(reports: Path, env: dict[str, str], names: list[str]) -> set[str]:
+    """Run Python tests. Returns those that passed."""
     report = reports / "again.xml"
     report.unlink(missing_ok=True)
     run(
@@ -261,7 +268,7 @@ def run_again(reports: Path, env: dict[str, str], names: list[str]) -> int:
         env=env, log=reports / "again.log",
     )  # fmt: skip
     print((reports / "again.log").read_text()[-2000:])
-    return counts(report)["passed"]
+    return {name for name, outcome in outcomes(report) if outcome == "passed"}
 
 
 def sanitize(build: Path, reports: Path) -> dict[str, str]:
@@ -406,15 +413,21 @@ def main() -> int:
     env["PYTHONPATH"] = str(package(build))
     if args.skip_tests:
         tests, sanitizer = kept.get("tests", {}), kept.get("sanitizer", {})
-        if args.again and tests:
-            mended = run_again(reports, env, args.again)
-            for key, sign in (("passed", 1), ("failed", -1)):
-                tests["Python"][key] += sign * mended
+        failed_tests = kept.get("failed_tests", [])
+        if args.again:
+            if other := [name for name in args.again if name not in failed_tests]:
+                sys.exit(f"gpu_check: --again: {other} did not fail in {out}: {failed_tests}")
+            mended = run_again(reports, env, args.again) & set(failed_tests)
+            failed_tests = [name for name in failed_tests if name not in mended]
+            tests["Python"]["passed"] += len(mended)
+            tests["Python"]["failed"] -= len(mended)
         steps |= {} if tests else {"tests: skipped": 1}
     else:
         with ThreadPoolExecutor(1) as beside:  # the sanitizer uses one core
             sanitized = beside.submit(sanitize, build, reports)
             tests = test_all(build, reports, env, arch)
+            report = outcomes(reports / "pytest.xml")
+            failed_tests = [name for name, outcome in report if outcome == "failed"]
             done("tests")
             sanitizer = sanitized.result()
         done("sanitizer, after the tests")
@@ -452,6 +465,7 @@ def main() -> int:
         "hashed": list(HASHED),
         **total,
         "tests": tests,
+        "failed_tests": failed_tests,
         "steps": steps,
         "sanitizer": sanitizer,
         "build_s": seconds["build"],

@@ -229,7 +229,7 @@ def equal_bits(got: Any, wanted: Any, what: str = "") -> None:
         )
 
 
-def same_bits(got: Iterable[Any], wanted: Iterable[Any], what: str = "") -> None:
+def all_equal_bits(got: Iterable[Any], wanted: Iterable[Any], what: str = "") -> None:
     for ours, theirs in zip(got, wanted, strict=True):
         equal_bits(ours, theirs, what)
 

@@ -15,9 +15,15 @@ torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
 import hotcore.torch as hot  # noqa: E402
 from hotcore import _core, info, selftest  # noqa: E402
-
-from support_gpu import RECIPES, assert_equal_backward, captured, layer  # noqa: E402  # isort: skip
-from support_gpu import poison, same_bits, whole_backward  # noqa: E402  # isort: skip
+from support_gpu import (  # noqa: E402  # noqa: E402
+    RECIPES,
+    assert_equal_backward,
+    captured,
+    layer,
+    poison,
+    same_bits,
+    whole_backward,
+)
 
 pytestmark = pytest.mark.cuda
 

@@ -15,11 +15,28 @@ from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
-
-from support import ALL, FLOATS, KEY, KINDS, OTHER_KEY, array  # isort: skip
-from support import check_against_reference, data, equal_bits, given_as, keys, layer  # isort: skip
-from support import parted_key, poison, refused, rounded, running, same_bits, torch  # isort: skip
-from support import widened  # isort: skip
+from support import (
+    ALL,
+    FLOATS,
+    KEY,
+    KINDS,
+    OTHER_KEY,
+    all_equal_bits,
+    array,
+    check_against_reference,
+    data,
+    equal_bits,
+    given_as,
+    keys,
+    layer,
+    parted_key,
+    poison,
+    refused,
+    rounded,
+    running,
+    torch,
+    widened,
+)
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -201,7 +218,7 @@ def test_accumulates_on_request(rng: np.random.Generator, config: HotConfig, dty
     out = {"gw_out": before[0], "gb_out": before[1], "accumulate": True}
     got = hotcore.backward_linear(gy, w, x, config=config, need=ALL, **out)
     assert got.gw is before[0] and got.gb is before[1]
-    same_bits(map(widened, got), (first.gx, *sums))
+    all_equal_bits(map(widened, got), (first.gx, *sums))
 
 
 @every_config
@@ -227,7 +244,7 @@ def test_empty_sizes(rng: np.random.Generator, config: HotConfig) -> None:
         assert not got.gx.any() and not got.gw.any() and (not got.gb.any() or tokens)
         if torch is not None:
             tensors = map(torch.from_numpy, (gy, w, x))
-            same_bits(hotcore.backward_linear(*tensors, config=config, need=ALL), got)
+            all_equal_bits(hotcore.backward_linear(*tensors, config=config, need=ALL), got)
     # No tokens: nothing is added, and the values stay.
     gy, w, x = layer(rng, 0, 4, 3)
     gw, gb = np.full((4, 3), 2, np.float32), np.full(4, 3, np.float32)
@@ -249,7 +266,7 @@ def test_outputs_are_written_whole_and_nothing_else(rng: np.random.Generator) ->
     memory, gb = poison((18, 30), "float32"), poison((18,), "float32")
     kept = memory.copy().view(np.uint32)
     hotcore.backward_linear(gy, w, x, need=("gw", "gb"), gw_out=memory[:, 4:24], gb_out=gb)
-    same_bits((np.ascontiguousarray(memory[:, 4:24]), gb), expected[1:])
+    all_equal_bits((np.ascontiguousarray(memory[:, 4:24]), gb), expected[1:])
     for margin in (slice(0, 4), slice(24, 30)):
         np.testing.assert_array_equal(memory.view(np.uint32)[:, margin], kept[:, margin])
 
@@ -276,7 +293,7 @@ def test_key_and_config_of_the_saved_are_the_default(rng: np.random.Generator) -
     saved = hotcore.compress_activation(x, "fast", key=KEY)
     expected = hotcore.backward_linear(gy, w, saved)[:2]
     for source in (saved, x):
-        same_bits(hotcore.backward_linear(gy, w, source, config="fast", key=KEY)[:2], expected)
+        all_equal_bits(hotcore.backward_linear(gy, w, source, config="fast", key=KEY)[:2], expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -285,7 +302,7 @@ def test_quantized_weight_gives_the_same_bits(rng: np.random.Generator, recipe: 
     saved = hotcore.compress_activation(x, recipe, key=KEY)
     codes = hotcore.quantize_weight(w, recipe)
     expected = hotcore.backward_linear(gy, w, saved, need=ALL, key=OTHER_KEY)
-    same_bits(hotcore.backward_linear(gy, codes, saved, need=ALL, key=OTHER_KEY), expected)
+    all_equal_bits(hotcore.backward_linear(gy, codes, saved, need=ALL, key=OTHER_KEY), expected)
     assert codes.data.shape == (35 * (32 + 4),)  # codes [I, Kp], then I scales
     other = "accurate" if recipe == "paper" else "paper"
     for bad, says in (
@@ -305,7 +322,7 @@ def test_counter_is_added_to_the_offset(config: HotConfig, rng: np.random.Genera
     also = hotcore.compress_activation(x, config, key=counted)
     equal_bits(also.data, saved.data)
     for kept, key in ((also, None), (also, plain), (saved, counted)):
-        same_bits(hotcore.backward_linear(gy, w, kept, key=key)[:2], expected[:2])
+        all_equal_bits(hotcore.backward_linear(gy, w, kept, key=key)[:2], expected[:2])
     counter += np.uint64(1)  # each call reads it
     later = hotcore.compress_activation(x, config, key=counted)
     assert not np.array_equal(later.data, saved.data)

@@ -10,9 +10,18 @@ from c_api import CONSTANTS, CApi, tensor
 from hotcore import Key, _core, contexts
 from hypothesis import given
 from hypothesis import strategies as st
-
-from support import FLOATS, KINDS, array, data, equal_bits, keys, numpy_of  # isort: skip
-from support import parted_key, poison, widened  # isort: skip
+from support import (
+    FLOATS,
+    KINDS,
+    array,
+    data,
+    equal_bits,
+    keys,
+    numpy_of,
+    parted_key,
+    poison,
+    widened,
+)
 
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 PLAIN = Key(0)

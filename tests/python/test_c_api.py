@@ -25,7 +25,7 @@ from c_api import (
 )
 from hotcore import HotConfig, Key, _core
 from hotcore.config import FIELDS, RECIPES
-from support import ALL, KEY, OTHER_KEY, data, equal_bits, parted_key, ran, same_bits
+from support import ALL, KEY, OTHER_KEY, all_equal_bits, data, equal_bits, parted_key, ran
 
 INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
 
@@ -49,7 +49,7 @@ def test_stages(api: CApi, rng: np.random.Generator) -> None:
         for options in ({"bits": 8}, {"bits": 4}, {"bits": 4, "packed": True}):
             options = {**options, "scale": scale, "rounding": rounding, **key}
             got, wanted = api.quantize(x, **options), hotcore.quantize(x, **options)
-            same_bits(got, wanted, str(options))
+            all_equal_bits(got, wanted, str(options))
         back = hotcore.dequantize(*hotcore.quantize(x, scale=scale), granularity=scale)
         equal_bits(api.dequantize(*hotcore.quantize(x, scale=scale), granularity=scale), back)
     q = rng.integers(-128, 128, (7, 13), np.int8)

@@ -16,7 +16,7 @@ from hotcore.config import RECIPES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 from bounds import Matrix, forward_bound, gw_bound, gx_bound
-from support import ALL, equal_bits, same_bits, same_on_every_path, torch
+from support import ALL, all_equal_bits, equal_bits, same_on_every_path, torch
 from support import layer as data_of_a_layer
 
 SAMPLES, GRID = 4, (4, 4)
@@ -405,7 +405,7 @@ def test_half_precision(recipe: str) -> None:
         got = run(*halves, config)
         with np.errstate(over="ignore"):
             wide = run(*(v.astype(np.float32) for v in halves), config)
-            same_bits(got, (v.astype(np.float16) for v in wide))
+            all_equal_bits(got, (v.astype(np.float16) for v in wide))
     assert np.isinf(got.gx).any() and not np.isnan(got.gx).any()
 
 

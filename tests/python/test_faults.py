@@ -20,7 +20,7 @@ import pytest
 from hotcore import _core
 from hotcore.config import RECIPES
 from one_hash import HASHES, digest, layer, numbers
-from support import ALL, isas, output_of, refused, running, same_bits, torch
+from support import ALL, all_equal_bits, isas, output_of, refused, running, torch
 
 F = np.float32
 
@@ -253,7 +253,7 @@ def test_overlaps() -> None:
 
     # One array for all three.
     same = hotcore.backward_linear(gy, gy, gy, need=ALL, key=1)
-    same_bits(same, hotcore.backward_linear(gy, gy.copy(), gy.copy(), need=ALL, key=1))
+    all_equal_bits(same, hotcore.backward_linear(gy, gy.copy(), gy.copy(), need=ALL, key=1))
 
 
 def test_unaligned_tensors() -> None:

@@ -11,9 +11,20 @@ from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
-
-from support import FLOATS, KINDS, array, data, equal_bits, poison, refused, rounded  # isort: skip
-from support import same_on_every_path, strided, torch, widened  # isort: skip
+from support import (
+    FLOATS,
+    KINDS,
+    array,
+    data,
+    equal_bits,
+    poison,
+    refused,
+    rounded,
+    same_on_every_path,
+    strided,
+    torch,
+    widened,
+)
 
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 256)
 

@@ -8,9 +8,19 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
-
-from support import FLOATS, KINDS, array, data, equal_bits, isas, running  # isort: skip
-from support import same_on_every_path, strided, torch, widened  # isort: skip
+from support import (
+    FLOATS,
+    KINDS,
+    array,
+    data,
+    equal_bits,
+    isas,
+    running,
+    same_on_every_path,
+    strided,
+    torch,
+    widened,
+)
 
 
 def matrix(order: int) -> np.ndarray:

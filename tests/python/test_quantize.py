@@ -7,9 +7,20 @@ import reference
 from hotcore import Key
 from hypothesis import given
 from hypothesis import strategies as st
-
-from support import FLOATS, KINDS, data, equal_bits, given_as, keys, numpy_of  # isort: skip
-from support import parted_key, rounded, same_on_every_path, strided, widened  # isort: skip
+from support import (
+    FLOATS,
+    KINDS,
+    data,
+    equal_bits,
+    given_as,
+    keys,
+    numpy_of,
+    parted_key,
+    rounded,
+    same_on_every_path,
+    strided,
+    widened,
+)
 
 SCALES = ("token", "channel", "tensor")
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")

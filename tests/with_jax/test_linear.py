@@ -11,7 +11,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import selftest
-from support import data, equal_bits, refused, running, same_bits, same_on_every_path
+from support import all_equal_bits, data, equal_bits, refused, running, same_on_every_path
 
 hot = pytest.importorskip("hotcore.jax", exc_type=ImportError)
 
@@ -100,7 +100,7 @@ def test_forward_is_the_product_of_jnp(rng: np.random.Generator, dtype: str) -> 
         got, wanted = run(ours)(x, w, b), run(lambda x, w, b: jnp.matmul(x, w.T) + b)(x, w, b)
         assert got.dtype == wanted.dtype == dtype
         alone = run(ours)(x, w), run(jnp.matmul)(x, w.T)
-        same_bits(map(numpy_of, (got, alone[0])), map(numpy_of, (wanted, alone[1])))
+        all_equal_bits(map(numpy_of, (got, alone[0])), map(numpy_of, (wanted, alone[1])))
 
 
 def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> None:
@@ -110,7 +110,7 @@ def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> 
         jax.random.key(7), jax.random.PRNGKey(7), np.array([0, 7], np.uint32), np.int64(7),
         np.array(7, np.uint8), jnp.int32(7), jnp.uint32(7),
     ):  # fmt: skip
-        same_bits(map(np.asarray, gradients(*arrays, key)), map(np.asarray, wanted), repr(key))
+        all_equal_bits(map(np.asarray, gradients(*arrays, key)), map(np.asarray, wanted), repr(key))
     got = jax.grad(lambda w: weighted(*arrays[:2], w, arrays[3], np.int64(SEED))[0])(arrays[2])
     equal_bits(np.asarray(got), np.asarray(gradients(*arrays, key_of(SEED))[1]), "64 bits")
     other = gradients(*arrays, key_of(8))
@@ -125,7 +125,7 @@ def test_keys_of_other_implementations(rng: np.random.Generator, impl: str) -> N
     low, high = (int(word) for word in jax.random.bits(key, (2,), np.uint32))
     wanted = gradients(*arrays, key_of(high << 32 | low))
     for same in (key, jax.random.key_data(key), np.asarray(jax.random.key_data(key))):
-        same_bits(map(np.asarray, gradients(*arrays, same)), map(np.asarray, wanted), impl)
+        all_equal_bits(map(np.asarray, gradients(*arrays, same)), map(np.asarray, wanted), impl)
     other = gradients(*arrays, jax.random.fold_in(key, 1))
     assert not np.array_equal(other[1], wanted[1])
 
@@ -145,7 +145,7 @@ def test_8_bit_forward(rng: np.random.Generator, dtype: Any, block: int) -> None
         equal_bits(numpy_of(y), numpy_of(wanted), "y")
     *found, _ = gradients(gy, x, w, b, key_of(3), config)
     *plain, _ = gradients(gy, x, w, b, key_of(3))
-    same_bits(map(numpy_of, found), map(numpy_of, plain))
+    all_equal_bits(map(numpy_of, found), map(numpy_of, plain))
 
 
 def test_8_bit_forward_under_transformations(rng: np.random.Generator) -> None:
@@ -412,7 +412,7 @@ def test_an_exported_gradient(rng: np.random.Generator) -> None:
     names = ("hotcore_compress_activation", "hotcore_backward_linear")
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
     exported = jax.export.export(step, disabled_checks=checks)(x, w)
-    same_bits(map(np.asarray, exported.call(x, w)), map(np.asarray, step(x, w)))
+    all_equal_bits(map(np.asarray, exported.call(x, w)), map(np.asarray, step(x, w)))
 
 
 def test_several_random_keys_are_refused() -> None:
