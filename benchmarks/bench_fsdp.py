@@ -6,8 +6,9 @@
     python benchmarks/bench_fsdp.py --quick                                # toy, two CPU processes
 
 Every contender runs in processes of its own. FSDP2 shards fp32 weights and AdamW's states, computes
-in bf16 and reduces gradients in bf16. DDP trains fp32 weights under bf16 autocast. "INT8 gradients"
-is hot.int8_gradients. Blocks are compiled one by one; head and loss of the language model come in
+in bf16 and reduces gradients in bf16. DDP trains fp32 weights under bf16 autocast, with the
+settings of ``DDP``, and torch.compile does not split blocks at its buckets. "INT8 gradients" is
+hot.int8_gradients. Blocks are compiled one by one; head and loss of the language model come in
 chunks. Steps are queued one after the other, with one synchronisation per repeat. --no-peer makes
 GPUs exchange data by way of the host, as consumer cards and many PCIe machines do. A report
 continues: rows that it has are not measured again, except for errors.
@@ -41,7 +42,9 @@ from timing import Row
 from torch import Tensor, nn
 from training import Contender, Left, Trainer, blocks_of, by_name
 
-WARM_UP, REPEATS, STEPS = 4, 3, 4
+WARM_UP, REPEATS = 4, 5
+STEPS = {"llama_8b": 4, "vit_l": 12, "bert_large": 12}
+"""Steps of a repeat."""
 BATCHES = 16
 """Batches that the steps take in turns."""
 EACH = {"llama_8b": 3, "vit_l": 64, "bert_large": 32}
@@ -50,8 +53,8 @@ INT8_WEIGHTS, INT8_GRADIENTS = ("int8 weights", "int8 both"), ("int8", "int8 bot
 """Contenders' ``wire`` with weights, and with gradients, in a byte."""
 HOOKS = ("bf16_compress_hook", "PowerSGD")
 """Hooks of torch, which need NCCL."""
-HOOKS_BUCKET_MB = 100
-"""DDP's buckets beside a communication hook; without one torch's 25."""
+DDP: dict[str, Any] = {"bucket_cap_mb": 100, "gradient_as_bucket_view": True}
+"""Settings of DDP, for every contender."""
 TIMEOUT_S = 540.0
 RANK = 4
 """Rank of PowerSGD."""
@@ -137,10 +140,8 @@ class Several(Trainer):
             for block in (*blocks_of(model, self._task.blocks).values(), model):
                 fully_shard(block, mp_policy=policy)
         elif dist.get_world_size() > 1:
-            # A hook costs host time for each bucket.
-            model = nn.parallel.DistributedDataParallel(
-                model, bucket_cap_mb=HOOKS_BUCKET_MB if hook else None
-            )
+            torch._dynamo.config.optimize_ddp = False  # blocks are compiled one by one
+            model = nn.parallel.DistributedDataParallel(model, **DDP)
         if hook in INT8_WEIGHTS:
             print(hot.int8_weights(model))
         if hook in INT8_GRADIENTS:
@@ -234,7 +235,7 @@ def measured(run: Run, device: torch.device) -> Row:
     row["started_s"] = time.perf_counter() - begun
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    steps, times = 1 if quick else STEPS, []
+    steps, times = 1 if quick else STEPS[run.model], []
     for _ in range(REPEATS):
         dist.barrier()
         timing.synchronize(run.device)
@@ -348,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shared = {o: vars(args)[o] for o in ("model", "gpus", "each", "device", "quick", "layers")}
     runs = {f"{', '.join(parts)}/{name}": Run(contender=name, **shared) for name in names}
     jobs = {key: functools.partial(launched, measured, run, args.gpus) for key, run in runs.items()}
-    measure_all(args, "fsdp", jobs, {"steps": STEPS, "rank": RANK})
+    measure_all(args, "fsdp", jobs, {"steps": STEPS, "rank": RANK, "ddp": DDP})
 
 
 if __name__ == "__main__":
