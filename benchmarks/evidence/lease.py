@@ -47,7 +47,7 @@ SHARES = {
     },
     "several-8b": {f"{SEVERAL} --model llama_8b": "several"},
     "several-vit": {
-        f"{SEVERAL} --model vit_l --images {CIFAR} {part}": "several"
+        f"{WIRE} --model vit_l --each 128 --images {CIFAR} {part}": "several"
         for part in ("--part losses --seeds 0 1 2", "--part resume one")
     },
     "wire-10M": {

@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = Run(contender=name, steps=steps, seed=seed, **shared)
         key = f"{args.model}/{args.gpus}/{part}/{name}/{seed}"
         jobs[key] = functools.partial(row_of, part, run)
-    settings: Row = {"steps": STEPS, "each": bench_fsdp.EACH}
+    settings: Row = {"steps": STEPS, "each": bench_fsdp.EACH | {args.model: args.each}}
     benchmark = f"wire-{gpt}" if gpt else "several"
     if gpt:
         begun = time.perf_counter()
