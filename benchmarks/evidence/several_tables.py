@@ -174,29 +174,33 @@ def predicted(results: Path) -> Lines:
 
 
 def several_losses(results: Path) -> Lines:
-    """Mean of the last losses less bf16's, equal bits on resume, and gap to one process."""
-    yield from table_of(["run", "seed", "loss", "less bf16's", "resumed"], ())
+    """Mean of the last losses less bf16's by seed, equal bits on resume, and gap to one process."""
+    yield from table_of(["run", "seeds", "loss", "less bf16's [95 %] (pairs)", "resumed"], ())
     if not (results / LOSSES).exists():
         yield line(["not run", *[""] * 4])
         return
-    rows = report_of(results, LOSSES)["rows"]
-    last = {key: statistics.fmean(row["losses"][-LAST:]) for key, row in rows.items()
-            if isinstance(row.get("losses"), list)}  # fmt: skip
-    for key, row in rows.items():
-        model, gpus, part, name, seed = key.split("/")
+    runs: dict[str, dict[str, Report]] = {}
+    for key, row in report_of(results, LOSSES)["rows"].items():
+        run, _, seed = key.rpartition("/")
+        runs.setdefault(run, {})[seed] = row
+    last = {run: {seed: statistics.fmean(row["losses"][-LAST:]) for seed, row in rows.items()
+                  if isinstance(row.get("losses"), list)} for run, rows in runs.items()}  # fmt: skip
+    for run, rows in runs.items():
+        model, gpus, part, name = run.split("/")
         words = {"losses": "", "resume": "resumed", "one": "one process"}[part]
-        cells = ["failed", "", ""]
-        if key in last:
-            plain = last.get(f"{model}/{gpus}/{part}/bf16/{seed}")
-            less = "" if plain is None or name == "bf16" else f"{last[key] - plain:+.4f}"
-            cells = [f"{last[key]:.4f}", less, ""]
+        row, cells = next(iter(rows.values())), ["failed", "", ""]
+        if last[run]:
+            plain = {} if name == "bf16" else last.get(f"{model}/{gpus}/{part}/bf16", {})
+            gaps = [loss - plain[seed] for seed, loss in last[run].items() if seed in plain]
+            by_seed = ": " + ", ".join(f"{gap:+.4f}" for gap in gaps) if len(gaps) > 1 else ""
+            cells = [f"{statistics.mean(last[run].values()):.4f}"]
+            cells += [evidence_tables.interval_words(gaps) + by_seed, ""]
         elif part == "one" and "largest_gap" in row:
             cells = ["", f"{row['largest_gap']:+.4f} to several processes", ""]
         elif part == "resume" and "equal" in row:
             cells = ["", "", "to the bit" if row["equal"] else "other losses"]
-        yield line(
-            [", ".join(filter(None, (f"{model}, {gpus} GPUs, {name}", words))), seed, *cells]
-        )
+        title = ", ".join(filter(None, (f"{model}, {gpus} GPUs, {name}", words)))
+        yield line([title, ", ".join(rows), *cells])
     yield from ("", dates_line(results, [LOSSES]))
 
 

@@ -138,7 +138,11 @@ def test_losses_of_several_gpus_are_compared_with_bf16(tmp_path: Path) -> None:
     rows = {key.format("bf16"): losses, key.format("hot"): {"losses": [2.5] * 20}}
     rows["vit_l/4/resume/hot/1"] = {"losses": {}, "equal": True}
     rows["vit_l/4/one/hot/1"] = {"error": "gone"}
+    more = {"bf16": 2.0, "hot": 2.3}
+    rows |= {f"vit_l/4/losses/{name}/2": {"losses": [loss] * 20} for name, loss in more.items()}
     (tmp_path / several_tables.LOSSES).write_text(json.dumps({"rows": rows}))
     table = "\n".join(several_tables.several_losses(tmp_path))
-    assert "| vit_l, 4 GPUs, hot | 1 | 2.5000 | +0.5000 |" in table
+    assert "| vit_l, 4 GPUs, bf16 | 1, 2 | 2.0000 |  |  |" in table
+    gaps = "+0.4000 [-0.8706, +1.6706] (2): +0.5000, +0.3000"
+    assert f"| vit_l, 4 GPUs, hot | 1, 2 | 2.4000 | {gaps} |" in table
     assert "hot, resumed | 1 |  |  | to the bit |" in table and "one process | 1 | failed" in table
