@@ -1,5 +1,6 @@
 """Helpers for tests of C and C++ projects that build on the installed package."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def build(source: Path, folder: Path, **definitions: object) -> Path:
         pytest.skip(f"needs an installed hotcore; {INSTALLED} has no headers")
     options = {"CMAKE_BUILD_TYPE": "Release", "CMAKE_PREFIX_PATH": INSTALLED, **definitions}
     run(cmake, "-S", source, "-B", folder, *(f"-D{key}={value}" for key, value in options.items()))
-    run(cmake, "--build", folder, "--parallel", 2)
+    run(cmake, "--build", folder, "--parallel", max(2, (os.cpu_count() or 1) // 4))
     return folder
 
 
