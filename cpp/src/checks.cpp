@@ -8,13 +8,6 @@
 
 namespace hot::detail {
 
-void invalid(const char* call, const std::string& what) {
-  throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + what);
-}
-void unsupported(const char* call, const std::string& what) {
-  throw Error(ErrorCode::unsupported, std::string(call) + ": " + what);
-}
-
 namespace {
 
 using Names = std::initializer_list<const char*>;
@@ -84,6 +77,10 @@ std::string list_text(int count, const Get& get) {
   }
   if (count == 1) text += ",";
   return text + ")";
+}
+
+std::string stride_text(const ConstTensorView& view) {
+  return list_text(view.ndim, [&](int i) { return std::to_string(view.stride[i]); });
 }
 
 std::string device_text(Device device) {
@@ -195,14 +192,6 @@ std::string shape_text(std::initializer_list<std::int64_t> shape) {
     return size < 0 ? std::string("*") : std::to_string(size);
   });
 }
-
-namespace {
-
-std::string stride_text(const ConstTensorView& view) {
-  return list_text(view.ndim, [&](int i) { return std::to_string(view.stride[i]); });
-}
-
-}  // namespace
 
 void Checker::input(const char* name, const ConstTensorView& view,
                     std::initializer_list<DType> dtypes, int min_ndim, int max_ndim) const {

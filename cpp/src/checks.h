@@ -18,6 +18,13 @@
 
 namespace hot::detail {
 
+// Name of an enumerator, from a list in the order of the enumeration.
+template <class E, std::size_t n>
+const char* name_in(const char* const (&names)[n], E value) noexcept {
+  const auto number = static_cast<std::size_t>(value);
+  return number < n ? names[number] : "unknown";
+}
+
 // Joins words and numbers.
 template <class... Parts>
 std::string joined_text(const Parts&... parts) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "checks.h"
 #include "cuda_device.h"
 #include "kernels.h"
 
@@ -82,15 +83,8 @@ const Arch* best(const std::vector<Arch>& archs, int code, bool (*runs)(const Ar
 }  // namespace
 
 const char* level_name(DeviceVerdict::Level level) noexcept {
-  switch (level) {
-    case DeviceVerdict::Level::none:
-      return "none";
-    case DeviceVerdict::Level::slow:
-      return "slow";
-    case DeviceVerdict::Level::full:
-      return "full";
-  }
-  return "unknown";
+  constexpr const char* names[] = {"none", "slow", "full"};
+  return detail::name_in(names, level);
 }
 
 DeviceVerdict judge_device(int major, int minor, const std::string& architectures, bool wgmma) {
