@@ -40,17 +40,9 @@ hot_status fail(hot_status status, const char* text) noexcept {
 }
 
 hot_status status_of(hot::ErrorCode code) noexcept {
-  switch (code) {
-    case hot::ErrorCode::invalid_argument:
-      return HOT_INVALID_ARGUMENT;
-    case hot::ErrorCode::unsupported:
-      return HOT_UNSUPPORTED;
-    case hot::ErrorCode::workspace_too_small:
-      return HOT_WORKSPACE_TOO_SMALL;
-    case hot::ErrorCode::cuda:
-      return HOT_CUDA_ERROR;
-  }
-  return HOT_INTERNAL_ERROR;
+  constexpr hot_status statuses[] = {HOT_INVALID_ARGUMENT, HOT_UNSUPPORTED, HOT_WORKSPACE_TOO_SMALL,
+                                     HOT_CUDA_ERROR};  // in the order of ErrorCode
+  return statuses[static_cast<std::size_t>(code)];
 }
 
 template <class Call>
@@ -201,7 +193,7 @@ struct Call {
   }
 
   template <class T>
-  const T& operator()(const T& value) const {
+  std::enable_if_t<!std::is_pointer_v<T>, const T&> operator()(const T& value) const {
     return value;
   }
   template <class E>
@@ -217,9 +209,6 @@ struct Call {
       invalid(name, "context is null; expected one from hot_context_cpu or hot_context_cuda");
     }
     return from->context;
-  }
-  const hot::Context& operator()(hot_context* from) const {
-    return (*this)(static_cast<const hot_context*>(from));
   }
   TensorView operator()(const Array& array) const {
     const hot_tensor t = read(name, array.name, array.from);
@@ -497,7 +486,7 @@ hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, siz
 
 hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text) {
   return guarded("spec_set", [&](const Call& call) {
-    hot::BackwardLinearSpec changed = call(static_cast<const hot_spec*>(spec));
+    hot::BackwardLinearSpec changed = call(spec);
     call.place("field", field);
     call.place("text", text);
     hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {

@@ -3,8 +3,8 @@
 #include <string_view>
 #include <vector>
 
+#include "checks.h"
 #include "hot/backward_linear.h"
-#include "hot/error.h"
 
 namespace hot {
 namespace {
@@ -44,10 +44,9 @@ BackwardLinearSpec recipe(std::string_view name) {
       entry.change(spec);
       return spec;
     }
-    known += (known.empty() ? "'" : ", '") + std::string(entry.name) + "'";
+    known += detail::joined_text(known.empty() ? "'" : ", '", entry.name, "'");
   }
-  throw Error(ErrorCode::invalid_argument,
-              "recipe: name is '" + std::string(name) + "'; expected one of " + known);
+  detail::invalid("recipe", "name is '", name, "'; expected one of ", known);
 }
 
 std::vector<std::string> recipe_names() {
