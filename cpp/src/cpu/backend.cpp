@@ -58,10 +58,9 @@ void load_run(const SimdKernels& simd, const void* data, DType dtype, std::int64
     return;
   }
   const auto* p = static_cast<const std::uint16_t*>(data) + first;
-  if (dtype == DType::bf16) {
-    for (std::int64_t i = 0; i < count; ++i) dst[i] = bf16_to_float(p[i * stride]);
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) dst[i] = f16_to_float(p[i * stride]);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint16_t half = p[i * stride];
+    dst[i] = dtype == DType::bf16 ? bf16_to_float(half) : f16_to_float(half);
   }
 }
 
@@ -78,10 +77,8 @@ void store_run(const SimdKernels& simd, const float* src, std::int64_t count, vo
     return;
   }
   auto* p = static_cast<std::uint16_t*>(data) + first;
-  if (dtype == DType::bf16) {
-    for (std::int64_t i = 0; i < count; ++i) p[i * stride] = float_to_bf16(src[i]);
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) p[i * stride] = float_to_f16(src[i]);
+  for (std::int64_t i = 0; i < count; ++i) {
+    p[i * stride] = dtype == DType::bf16 ? float_to_bf16(src[i]) : float_to_f16(src[i]);
   }
 }
 

@@ -1,6 +1,8 @@
 // The CPU backend, the executable definition of docs/numerics.md. Inner loops are in simd_*.cpp.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/phase.h"
 #include "cpu/simd.h"
 #include "cpu/thread_pool.h"
@@ -50,6 +52,35 @@ class CpuBackend final : public Backend {
 void token_exponents(const Context&, const Operand&);
 void compress_groups(const Context&, const Operand&);
 
+// Elements per task: few enough to balance the threads, enough to outweigh the cost of a task.
+std::int64_t task_elements(const Context&, std::int64_t total);
+
+// Items (rows, blocks) of `size` elements each, divided into tasks.
+class ItemTasks {
+ public:
+  ItemTasks(const Context& context, std::int64_t items, std::int64_t size)
+      : items_(items),
+        per_task_(std::max<std::int64_t>(
+            1, task_elements(context, items * size) / std::max<std::int64_t>(1, size))) {}
+  std::int64_t count() const { return ceil_div(items_, per_task_); }
+  // Calls visit(item) for the items of a task.
+  template <class Visit>
+  void each(std::int64_t task, const Visit& visit) const {
+    const std::int64_t end = std::min(items_, (task + 1) * per_task_);
+    for (std::int64_t item = task * per_task_; item < end; ++item) visit(item);
+  }
+
+ private:
+  std::int64_t items_, per_task_;
+};
+// Calls visit(item) for all items, on the threads of the context.
+template <class Visit>
+void for_each_item(const Context& context, std::int64_t items, std::int64_t size,
+                   const Visit& visit) {
+  const ItemTasks tasks(context, items, size);
+  context.pool()->run(tasks.count(), [&](std::int64_t task) { tasks.each(task, visit); });
+}
+
 // The following stages consist of parts. A part adds its tasks to a phase of the backward pass and
 // may read only results of earlier phases. A single scale is the first element of `scale`.
 
@@ -73,7 +104,7 @@ class QuantizeRows {
   const SimdKernels& simd_;
   const Operand& job_;
   Rounder rounder_;
-  std::int64_t per_task_, tasks_;
+  ItemTasks tasks_;
   std::uint32_t* columns_ = nullptr;
 };
 
@@ -89,7 +120,7 @@ class RequantizeGroups {
   const SimdKernels& simd_;
   const Operand& job_;
   Rounder rounder_;
-  std::int64_t per_task_;
+  ItemTasks tasks_;
 };
 
 // Rows of a strip that QuantizeColumns keeps on the stack (384 KB) between largest values and
@@ -237,8 +268,5 @@ void patterns_to_scales(float* scale, std::int64_t count, int bits);
 
 // Atomic *pattern = max(*pattern, value).
 void atomic_max(std::uint32_t* pattern, std::uint32_t value);
-
-// Elements per task: few enough to balance the threads, enough to outweigh the cost of a task.
-std::int64_t task_elements(const Context&, std::int64_t total);
 
 }  // namespace hot::detail
