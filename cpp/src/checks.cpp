@@ -22,52 +22,6 @@ using Sizes = std::initializer_list<std::int64_t>;
   invalid(call, text, "; expected ", expected);
 }
 
-}  // namespace
-
-void check_sizes(const char* call, Names names, Sizes sizes) {
-  for (const std::int64_t size : sizes) {
-    if (size < 0) invalid_sizes(call, names, sizes, "no negative size");
-    if (size > max_size) invalid_sizes(call, names, sizes, "sizes of at most 2^48");
-  }
-  for (auto a = sizes.begin(); a != sizes.end(); ++a) {
-    for (auto b = sizes.begin(); b != a; ++b) {
-      if (*b > 0 && *a > max_product / *b) {
-        invalid_sizes(call, names, sizes, "matrices of at most 2^52 elements");
-      }
-    }
-  }
-}
-
-void check_shape(const char* call, const LinearShape& shape) {
-  check_sizes(call, {"tokens", "out_features", "in_features"},
-              {shape.tokens, shape.out_features, shape.in_features});
-}
-
-void check_counted_sizes(const char* call, Names names, Sizes sizes) {
-  check_sizes(call, names, sizes);
-  std::int64_t limit = max_operations;
-  for (const std::int64_t size : sizes) {
-    if (size > limit) invalid_sizes(call, names, sizes, "a product of at most 2^58");
-    limit /= std::max<std::int64_t>(size, 1);
-  }
-}
-
-void check_rounding(const char* call, const char* name, Rounding rounding) {
-  if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
-      rounding != Rounding::pseudo_stochastic) {
-    invalid(call, name, " is unknown; expected nearest, stochastic or pseudo_stochastic");
-  }
-}
-
-void check_granularity(const char* call, const char* name, Granularity granularity) {
-  if (granularity != Granularity::tensor && granularity != Granularity::token &&
-      granularity != Granularity::channel) {
-    invalid(call, name, " is unknown; expected tensor, token or channel");
-  }
-}
-
-namespace {
-
 template <class Get>
 std::string list_text(int count, const Get& get) {
   std::string text = "(";
@@ -121,7 +75,7 @@ bool addressable(const ConstTensorView& view) {
 std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
   auto first = reinterpret_cast<std::uintptr_t>(view.data);
   auto last = first;
-  const auto size = static_cast<std::int64_t>(dtype_size(view.dtype));
+  const std::int64_t size = element_bytes(view.dtype);
   for (int d = 0; d < view.ndim; ++d) {
     const std::int64_t reach = (view.shape[d] - 1) * view.stride[d] * size;
     (reach < 0 ? first : last) += static_cast<std::uintptr_t>(reach);
@@ -132,8 +86,7 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
 // Whether two views lie side by side in a larger matrix: their ranges overlap, their elements not.
 bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
   if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
-  const auto size_a = static_cast<std::int64_t>(dtype_size(a.dtype));
-  const auto size_b = static_cast<std::int64_t>(dtype_size(b.dtype));
+  const std::int64_t size_a = element_bytes(a.dtype), size_b = element_bytes(b.dtype);
   // The row stride of a one-row view is arbitrary.
   if (std::min(a.stride[0], b.stride[0]) <= 0) return false;
   if (std::max(a.stride[0], b.stride[0]) > largest_reach) return false;
@@ -147,6 +100,48 @@ bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
 }
 
 }  // namespace
+
+void check_sizes(const char* call, Names names, Sizes sizes) {
+  for (const std::int64_t size : sizes) {
+    if (size < 0) invalid_sizes(call, names, sizes, "no negative size");
+    if (size > max_size) invalid_sizes(call, names, sizes, "sizes of at most 2^48");
+  }
+  for (auto a = sizes.begin(); a != sizes.end(); ++a) {
+    for (auto b = sizes.begin(); b != a; ++b) {
+      if (*b > 0 && *a > max_product / *b) {
+        invalid_sizes(call, names, sizes, "matrices of at most 2^52 elements");
+      }
+    }
+  }
+}
+
+void check_shape(const char* call, const LinearShape& shape) {
+  check_sizes(call, {"tokens", "out_features", "in_features"},
+              {shape.tokens, shape.out_features, shape.in_features});
+}
+
+void check_counted_sizes(const char* call, Names names, Sizes sizes) {
+  check_sizes(call, names, sizes);
+  std::int64_t limit = max_operations;
+  for (const std::int64_t size : sizes) {
+    if (size > limit) invalid_sizes(call, names, sizes, "a product of at most 2^58");
+    limit /= std::max<std::int64_t>(size, 1);
+  }
+}
+
+void check_rounding(const char* call, const char* name, Rounding rounding) {
+  if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
+      rounding != Rounding::pseudo_stochastic) {
+    invalid(call, name, " is unknown; expected nearest, stochastic or pseudo_stochastic");
+  }
+}
+
+void check_granularity(const char* call, const char* name, Granularity granularity) {
+  if (granularity != Granularity::tensor && granularity != Granularity::token &&
+      granularity != Granularity::channel) {
+    invalid(call, name, " is unknown; expected tensor, token or channel");
+  }
+}
 
 void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
                  std::size_t expected, BufferSize size) {

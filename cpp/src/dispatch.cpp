@@ -25,10 +25,6 @@ bool same_elements(const ConstTensorView& a, const ConstTensorView& b) {
   return true;
 }
 
-void check_bits(const char* call, const char* name, int bits) {
-  if (bits != 4 && bits != 8) invalid(call, name, " is ", bits, "; expected 4 or 8");
-}
-
 }  // namespace
 
 std::int64_t scale_count(std::int64_t rows, std::int64_t cols, Granularity scale) {
@@ -97,7 +93,9 @@ void quantize(const Context& context, const ConstTensorView& x, const QuantSpec&
               const TensorView& q, const TensorView& scale) {
   const StandardArithmetic arithmetic;
   const Checker check("quantize", context);
-  check_bits("quantize", "bits", spec.bits);
+  if (spec.bits != 4 && spec.bits != 8) {
+    invalid("quantize", "bits is ", spec.bits, "; expected 4 or 8");
+  }
   check_rounding("quantize", "rounding", spec.rounding);
   check_granularity("quantize", "scale", spec.scale);
   check.input("x", x, float_dtypes, 2, 2);
@@ -244,15 +242,6 @@ struct GemmScratch {
         b(cursor.take<std::int8_t>(n * k)) {}
 };
 
-}  // namespace
-
-std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k) {
-  check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
-  return GemmScratch(context, m, n, k, nullptr).cursor.bytes();
-}
-
-namespace {
-
 const float* checked_scale(const Checker& check, const char* call, const char* name,
                            const ConstTensorView& scale, std::int64_t size, const TensorView& out,
                            std::int64_t& step) {
@@ -325,6 +314,11 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
 }
 
 }  // namespace
+
+std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k) {
+  check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
+  return GemmScratch(context, m, n, k, nullptr).cursor.bytes();
+}
 
 void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
                const ConstTensorView& a_scale, const ConstTensorView& b_scale, const GemmSpec& spec,

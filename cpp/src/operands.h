@@ -119,6 +119,10 @@ inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
 }
 inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
 
+inline std::int64_t element_bytes(DType dtype) {
+  return static_cast<std::int64_t>(dtype_size(dtype));
+}
+
 // Index of an element's scale.
 constexpr std::int64_t scale_at(Granularity scale, std::int64_t row, std::int64_t col) {
   return scale == Granularity::token ? row : scale == Granularity::channel ? col : 0;

@@ -47,10 +47,9 @@ void atomic_max(std::uint32_t* pattern, std::uint32_t value) {
 
 void load_run(const SimdKernels& simd, const void* data, DType dtype, std::int64_t first,
               std::int64_t stride, std::int64_t count, float* dst) {
-  const auto size = static_cast<std::int64_t>(dtype_size(dtype));
   if (stride == 1) {
-    simd.load(static_cast<const char*>(data) + first * size, dtype, count, dst);
-    return;
+    return simd.load(static_cast<const char*>(data) + first * element_bytes(dtype), dtype, count,
+                     dst);
   }
   if (dtype == DType::f32) {
     const auto* p = static_cast<const float*>(data) + first;
@@ -66,10 +65,8 @@ void load_run(const SimdKernels& simd, const void* data, DType dtype, std::int64
 
 void store_run(const SimdKernels& simd, const float* src, std::int64_t count, void* data,
                DType dtype, std::int64_t first, std::int64_t stride) {
-  const auto size = static_cast<std::int64_t>(dtype_size(dtype));
   if (stride == 1) {
-    simd.store(src, count, dtype, static_cast<char*>(data) + first * size);
-    return;
+    return simd.store(src, count, dtype, static_cast<char*>(data) + first * element_bytes(dtype));
   }
   if (dtype == DType::f32) {
     auto* p = static_cast<float*>(data) + first;
@@ -111,7 +108,7 @@ ColumnStrip::ColumnStrip(const SimdKernels& simd, const MatrixIn& x, std::int64_
       x_(x),
       col_(col),
       count_(count),
-      size_(static_cast<std::int64_t>(dtype_size(x.dtype))),
+      size_(element_bytes(x.dtype)),
       bytes_together_(x.col_stride == 1 ? count * size_ : 0),
       plain_(x.col_stride == 1) {}
 

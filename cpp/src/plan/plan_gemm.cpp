@@ -18,8 +18,7 @@ Reason why_not_vectors(const ProductShape& p) {
     return {"rows of the operands are not a multiple of 16 bytes (%k %n)", p.k};
   }
   if (!p.out.dense_rows) return {"neighbours in rows of %a do not lie side by side"};
-  const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
-  return not_vectors(p.out.rows_aligned && p.n * size % 16 == 0, p.n);
+  return not_vectors(p.out.rows_aligned && p.n * element_bytes(p.out.dtype) % 16 == 0, p.n);
 }
 
 Reason too_long_k(std::int64_t k) {
@@ -406,9 +405,7 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
 }
 
 MmaProduct mma_product(const ProductShape& p, bool int4) {
-  const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
-  const bool aligned = p.rows_aligned && p.rows_near && p.out.dense_rows && p.out.rows_aligned &&
-                       p.n * size % 16 == 0;
+  const bool aligned = p.rows_near && !why_not_vectors(p);
   return {p.m, p.n, int4 ? ceil_div(p.k, 2) : p.k, aligned, !int4 && p.k > int32_safe_k, int4};
 }
 
