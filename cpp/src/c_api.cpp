@@ -344,11 +344,6 @@ void check_supported(const Support& support) {
   if (!support.ok) throw Error(ErrorCode::unsupported, support.why);
 }
 
-const std::vector<std::string>& known_recipes() {
-  static const std::vector<std::string> names = recipe_names();
-  return names;
-}
-
 // A new context that `make` returns.
 template <class Make, class... Args>
 hot_status make_context(const char* name, hot_context** out, const Make& make,
@@ -496,15 +491,7 @@ hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text) {
   });
 }
 
-const char* hot_recipe_name(int32_t index) {
-  try {
-    const std::vector<std::string>& names = known_recipes();
-    const bool known = index >= 0 && static_cast<std::size_t>(index) < names.size();
-    return known ? names[static_cast<std::size_t>(index)].c_str() : nullptr;
-  } catch (...) {  // no memory for the names
-    return nullptr;
-  }
-}
+const char* hot_recipe_name(int32_t index) { return detail::recipe_name(index); }
 
 hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out_features,
                          int64_t in_features, const hot_spec* spec) {

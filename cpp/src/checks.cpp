@@ -6,8 +6,12 @@
 #include <new>
 #include <utility>
 
-namespace hot::detail {
+namespace hot {
 
+Error::Error(ErrorCode code, const std::string& message)
+    : std::runtime_error(message), code_(code) {}
+
+namespace detail {
 namespace {
 
 using Names = std::initializer_list<const char*>;
@@ -143,18 +147,6 @@ void check_granularity(const char* call, const char* name, Granularity granulari
   }
 }
 
-void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
-                 std::size_t expected, BufferSize size) {
-  const bool fits = size == BufferSize::exact ? bytes == expected : bytes >= expected;
-  if (!fits || (data == nullptr && expected > 0)) {
-    invalid(call, name, " has ", data == nullptr ? 0 : bytes, " bytes; expected ", expected,
-            (size == BufferSize::exact ? " for this spec" : ""));
-  }
-  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
-    invalid(call, name, " is not aligned to 16 bytes");
-  }
-}
-
 void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
                   std::uint64_t expected) {
   if (format == expected) return;
@@ -260,6 +252,21 @@ void Checker::shape(const char* name, const ConstTensorView& view,
   }
 }
 
+ConstTensorView Checker::buffer(const char* name, const void* data, std::size_t bytes,
+                                std::size_t expected, BufferSize size) const {
+  const bool fits = size == BufferSize::exact ? bytes == expected : bytes >= expected;
+  if (!fits || (data == nullptr && expected > 0)) {
+    invalid(call_, name, " has ", data == nullptr ? 0 : bytes, " bytes; expected ", expected,
+            (size == BufferSize::exact ? " for this spec" : ""));
+  }
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+    invalid(call_, name, " is not aligned to 16 bytes");
+  }
+  const auto view = vector(data, DType::i8, static_cast<std::int64_t>(expected), context_.device());
+  uses(name, view);
+  return view;
+}
+
 void Checker::rows_contiguous(const char* name, const ConstTensorView& view) const {
   if (is_empty(view)) return;
   const int last = view.ndim - 1;
@@ -326,12 +333,8 @@ MatrixOut Checker::collapsed_out(const char* name, const TensorView& view, std::
   return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
 }
 
-Codes quantized_codes(const void* data, std::int64_t rows, std::int64_t k_padded) {
-  return weight_codes(const_cast<void*>(data), rows, k_padded);
-}
-
 ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
-                              const ExpectedWeight& expected, Device device) {
+                              const ExpectedWeight& expected) {
   ResolvedWeight resolved;
   const bool outs = expected.contracts_out_features;
   if (w.quantized == nullptr) {
@@ -352,16 +355,10 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
   check_sizes(expected.call, {"out_features", "in_features"},
               {quantized.out_features, quantized.in_features});
   check_format(expected.call, "w", expected.made_by, quantized.format, expected.format);
-  check_bytes(expected.call, "w", quantized.data, quantized.bytes,
-              weight_bytes(resolved.other_size, expected.k_padded));
-  resolved.quantized = quantized_codes(quantized.data, resolved.other_size, expected.k_padded);
-  resolved.memory = bytes_view(quantized.data, quantized.bytes, device);
-  check.uses("w", resolved.memory);
+  resolved.memory = check.buffer("w", quantized.data, quantized.bytes,
+                                 weight_bytes(resolved.other_size, expected.k_padded));
+  resolved.quantized = weight_codes(quantized.data, resolved.other_size, expected.k_padded);
   return resolved;
-}
-
-ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device) {
-  return vector(data, DType::i8, static_cast<std::int64_t>(bytes), device);
 }
 
 MatrixIn matrix_of(const ConstTensorView& view) {
@@ -371,4 +368,5 @@ MatrixOut matrix_out_of(const TensorView& view) {
   return {view.data, view.dtype, view.shape[0], view.shape[1], view.stride[0], view.stride[1]};
 }
 
-}  // namespace hot::detail
+}  // namespace detail
+}  // namespace hot

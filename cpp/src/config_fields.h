@@ -296,6 +296,9 @@ void set_field_text(const Row& f, std::string_view text, T& value) {
   }
 }
 
+// Name of a recipe, or null (recipes.cpp).
+const char* recipe_name(int index) noexcept;
+
 // Calls visit(row) for the field `name`. Throws if there is none.
 template <class Spec, class Visit>
 void with_field(std::string_view name, const Visit& visit) {

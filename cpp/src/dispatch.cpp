@@ -1,5 +1,6 @@
 // Public functions of the single stages: check the arguments, select the backend, call it. All
 // checks run before anything is written.
+#include <algorithm>
 #include <string>
 
 #include "arithmetic.h"
@@ -48,9 +49,7 @@ void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
     invalid("fwht", "x has ", x.shape[along], " elements along axis ", axis,
             "; expected a multiple of block = ", block);
   }
-  bool same_shape = out.ndim == x.ndim;
-  for (int d = 0; same_shape && d < x.ndim; ++d) same_shape = out.shape[d] == x.shape[d];
-  if (!same_shape) {
+  if (out.ndim != x.ndim || !std::equal(x.shape, x.shape + x.ndim, out.shape)) {
     invalid("fwht", "out has shape ", shape_text(out), "; expected that of x, ", shape_text(x));
   }
   if (!same_elements(x, out)) check.disjoint("out", out, "x", x);

@@ -162,9 +162,10 @@ struct Groups {
 inline std::size_t weight_bytes(std::int64_t rows, std::int64_t k_padded) {
   return static_cast<std::size_t>(rows) * (static_cast<std::size_t>(k_padded) + sizeof(float));
 }
-inline Codes weight_codes(void* data, std::int64_t rows, std::int64_t k_padded) {
+// Codes are writable, also those of a caller's buffer that is only read.
+inline Codes weight_codes(const void* data, std::int64_t rows, std::int64_t k_padded) {
   if (data == nullptr) return {nullptr, nullptr, rows, k_padded, rows};
-  auto* bytes = static_cast<std::int8_t*>(data);
+  auto* bytes = static_cast<std::int8_t*>(const_cast<void*>(data));
   return {bytes, reinterpret_cast<float*>(bytes + rows * k_padded), rows, k_padded, rows};
 }
 

@@ -1,9 +1,11 @@
-// Table of recipes, also read by Python's HotConfig.recipe and the C ABI.
+// Table of recipes, also read by Python's HotConfig.recipe and the C ABI. Names of enumerators,
+// read from the table of fields.
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "checks.h"
+#include "config_fields.h"
 #include "hot/backward_linear.h"
 
 namespace hot {
@@ -49,10 +51,28 @@ BackwardLinearSpec recipe(std::string_view name) {
   detail::invalid("recipe", "name is '", name, "'; expected one of ", known);
 }
 
+const char* detail::recipe_name(int index) noexcept {
+  const bool known = index >= 0 && index < static_cast<int>(std::size(recipes));
+  return known ? recipes[index].name : nullptr;
+}
+
 std::vector<std::string> recipe_names() {
   std::vector<std::string> names;
   for (const Recipe& entry : recipes) names.emplace_back(entry.name);
   return names;
+}
+
+const char* granularity_name(Granularity granularity) noexcept {
+  return detail::name_of(detail::Choices<Granularity>(detail::granularities), granularity);
+}
+const char* rounding_name(Rounding rounding) noexcept {
+  return detail::name_of(detail::Choices<Rounding>(detail::roundings), rounding);
+}
+const char* basis_name(Basis basis) noexcept {
+  return detail::name_of(detail::Choices<Basis>(detail::bases), basis);
+}
+const char* storage_name(Storage storage) noexcept {
+  return detail::name_of(detail::Choices<Storage>(detail::storages), storage);
 }
 
 }  // namespace hot

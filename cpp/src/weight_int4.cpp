@@ -52,9 +52,9 @@ ConstQuantizedWeight quantize_weight_int4(const Context& context, const ConstTen
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = matrix_of(w);
   const std::int64_t k = row_length(call, weight.cols, spec);
-  check_bytes(call, "out", out.data, out.bytes, int4_weight_bytes(weight.rows, k, spec.group));
+  const ConstTensorView memory =
+      check.buffer("out", out.data, out.bytes, int4_weight_bytes(weight.rows, k, spec.group));
   const ColumnPowers powers = column_powers(check, call, exponents, weight.cols, false);
-  const ConstTensorView memory = bytes_view(out.data, out.bytes, w.device);
   check.disjoint("out", memory, "w", w);
   check.disjoint("out", memory, "exponents", exponents);
   if (weight.rows > 0) {
@@ -71,11 +71,11 @@ ConstQuantizedWeight expand_weight_int4(const Context& context, const ConstQuant
   check_sizes(call, {"out_features", "in_features"}, {w.out_features, w.in_features});
   const std::int64_t k = row_length(call, w.in_features, spec);
   check_format(call, "w", "quantize_weight_int4", w.format, weight_int4_format(spec));
-  check_bytes(call, "w", w.data, w.bytes, int4_weight_bytes(w.out_features, k, spec.group));
-  check_bytes(call, "out", out.data, out.bytes, weight_bytes(w.out_features, k));
-  Checker(call, context)
-      .disjoint("out", bytes_view(out.data, out.bytes, context.device()), "w",
-                bytes_view(w.data, w.bytes, context.device()));
+  const Checker check(call, context);
+  const ConstTensorView from =
+      check.buffer("w", w.data, w.bytes, int4_weight_bytes(w.out_features, k, spec.group));
+  check.disjoint("out", check.buffer("out", out.data, out.bytes, weight_bytes(w.out_features, k)),
+                 "w", from);
   if (w.out_features > 0) {
     backend_of(context).expand_weight_int4(
         context, int4_weight(const_cast<void*>(w.data), w.out_features, k, spec.group),

@@ -88,21 +88,16 @@ class Strip {
   }
 
   void project(std::int64_t block, float* to) {
-    if (p_.basis == Basis::full) {
-      load_block(block, to);
-    } else if (p_.basis == Basis::sketch) {
-      project_sketch(block, to);
-    } else if (p_.rank == p_.block) {
-      load_block(block, to);
-      simd_.fwht_strip(to, p_.block);
-    } else {
-      load_block(block, raw_);
-      simd_.fwht_strip(raw_, p_.block);
-      for (int i = 0; i < p_.rank; ++i) {
-        std::memcpy(to + i * strip_columns,
-                    raw_ + p_.rows[static_cast<std::size_t>(i)] * strip_columns,
-                    strip_columns * sizeof(float));
-      }
+    if (p_.basis == Basis::sketch) return project_sketch(block, to);
+    const bool all_rows = p_.rank == p_.block;
+    float* const rows = all_rows ? to : raw_;
+    load_block(block, rows);
+    if (p_.basis != Basis::full) simd_.fwht_strip(rows, p_.block);
+    if (all_rows) return;
+    for (int i = 0; i < p_.rank; ++i) {
+      std::memcpy(to + i * strip_columns,
+                  raw_ + p_.rows[static_cast<std::size_t>(i)] * strip_columns,
+                  strip_columns * sizeof(float));
     }
   }
 

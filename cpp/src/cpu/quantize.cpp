@@ -13,6 +13,20 @@ constexpr std::int64_t chunk = Row::chunk;
 constexpr std::int64_t group = 16;  // elements of one block of random bits
 constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 
+// Biased exponent of the power of two at or below a token's mean magnitude. `largest` is the biased
+// exponent of the token's largest value, 27 to 254.
+std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t token, int largest,
+                            std::int64_t cols) {
+  const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
+  std::int64_t sum = 0;
+  row.chunks(token, [&](std::int64_t, std::int64_t count, const float* v) {
+    sum += simd.sum_magnitudes(v, count, unit);
+  });
+  const float mean = static_cast<float>(sum) / static_cast<float>(cols);
+  const int exponent = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
+  return static_cast<std::uint8_t>(std::clamp(exponent, 27, 227));
+}
+
 }  // namespace
 
 void patterns_to_scales(float* scale, std::int64_t count, int bits) {
@@ -200,24 +214,6 @@ void compress_groups(const Context& context, const Operand& job) {
     }
   });
 }
-
-namespace {
-
-// Biased exponent of the power of two at or below a token's mean magnitude. `largest` is the biased
-// exponent of the token's largest value, 27 to 254.
-std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t token, int largest,
-                            std::int64_t cols) {
-  const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
-  std::int64_t sum = 0;
-  row.chunks(token, [&](std::int64_t, std::int64_t count, const float* v) {
-    sum += simd.sum_magnitudes(v, count, unit);
-  });
-  const float mean = static_cast<float>(sum) / static_cast<float>(cols);
-  const int exponent = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
-  return static_cast<std::uint8_t>(std::clamp(exponent, 27, 227));
-}
-
-}  // namespace
 
 void token_exponents(const Context& context, const Operand& job) {
   MatrixIn x = job.x;

@@ -18,12 +18,6 @@ struct V {
 
   static F load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
-  static I loadi(const std::uint32_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  }
-  static void storei(std::uint32_t* p, I v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
-  }
   static F set(float v) { return _mm256_set1_ps(v); }
   static I seti(std::uint32_t v) { return _mm256_set1_epi32(static_cast<int>(v)); }
   static I load_u8(const std::uint8_t* p) {

@@ -16,6 +16,12 @@ using F = V::F;
 using I = V::I;
 constexpr int W = V::width;
 
+inline I loadi(const std::uint32_t* p) {
+  I v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void storei(std::uint32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
 inline I abs_bits(F v) { return V::bits_of(v) & V::seti(0x7fffffffU); }
 inline F magnitudes(F v) { return V::float_of(abs_bits(v)); }
 // Code with the sign of v.
@@ -159,7 +165,7 @@ std::uint32_t amax(const float* v, std::int64_t count, std::uint32_t start) {
     I m = V::seti(0);
     for (; i + W <= count; i += W) m = V::max_u(m, abs_bits(V::load(v + i)));
     std::uint32_t lanes[W];
-    V::storei(lanes, m);
+    storei(lanes, m);
     for (int j = 0; j < W; ++j) best = lanes[j] > best ? lanes[j] : best;
   }
   for (; i < count; ++i) {
@@ -171,19 +177,19 @@ std::uint32_t amax(const float* v, std::int64_t count, std::uint32_t start) {
 
 void amax_strip(const float* v, std::int64_t rows, std::uint32_t* amax) {
   for (int c = 0; c < strip_columns; c += W) {
-    I m = V::loadi(amax + c);
+    I m = loadi(amax + c);
     const float* p = v + c;
     for (std::int64_t k = 0; k < rows; ++k, p += strip_columns) {
       m = V::max_u(m, abs_bits(V::load(p)));
     }
-    V::storei(amax + c, m);
+    storei(amax + c, m);
   }
 }
 
 void amax_columns(const float* v, std::int64_t count, std::uint32_t* amax) {
   std::int64_t i = 0;
   for (; i + W <= count; i += W) {
-    V::storei(amax + i, V::max_u(V::loadi(amax + i), abs_bits(V::load(v + i))));
+    storei(amax + i, V::max_u(loadi(amax + i), abs_bits(V::load(v + i))));
   }
   for (; i < count; ++i) {
     const std::uint32_t bits = float_bits(v[i]) & 0x7fffffffU;
@@ -200,8 +206,8 @@ inline void random_words(const RandomKey& key, const std::uint64_t* blk, I (&wor
     low[i] = static_cast<std::uint32_t>(blk[i]);
     high[i] = (static_cast<std::uint32_t>(blk[i] >> 32) & 0xffffU) | key.stream_purpose;
   }
-  word[0] = V::loadi(low);
-  word[1] = V::loadi(high);
+  word[0] = loadi(low);
+  word[1] = loadi(high);
   word[2] = V::seti(key.offset_low);
   word[3] = V::seti(key.offset_high);
   std::uint32_t k0 = key.seed_low, k1 = key.seed_high;
@@ -225,7 +231,7 @@ inline void random_run(const RandomKey& key, std::uint64_t blk, int blocks, std:
   I random[4];
   random_words(key, blks, random);
   std::uint32_t words[4][W];
-  for (int w = 0; w < 4; ++w) V::storei(words[w], random[w]);
+  for (int w = 0; w < 4; ++w) storei(words[w], random[w]);
   for (int i = 0; i < blocks; ++i) {
     const std::uint32_t four[4] = {words[0][i], words[1][i], words[2][i], words[3][i]};
     std::memcpy(out + 16 * i, four, sizeof four);  // little endian: lowest byte first
@@ -319,13 +325,13 @@ void quantize_strip_as(const float* v, int cols, const float* inv, const std::ui
       for (int j = 0; j < 4; ++j) {
         const int k = 4 * w + j;
         const F factor = by_k ? V::set(inv[k]) : V::load(inv + c);
-        const I mask = by_k ? V::seti(keep[k]) : V::loadi(keep + c);
+        const I mask = by_k ? V::seti(keep[k]) : loadi(keep + c);
         const F x = V::float_of(V::bits_of(V::load(v + k * strip_columns + c)) & mask);
         const I byte = V::shift_right(random[w], 8 * j) & V::seti(255);
         const I code = round_code<rounding, bits>(x, factor, byte);
         four = four | V::shift_left(code & V::seti(255), 8 * j);
       }
-      V::storei(packed[w], four);
+      storei(packed[w], four);
     }
     const int lanes = cols - c < W ? cols - c : W;
     for (int i = 0; i < lanes; ++i) {
@@ -378,7 +384,7 @@ std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {
     sums = V::addi(sums, rounded_product(magnitude, V::set(unit), V::set(integer_float)));
   }
   std::uint32_t lanes[W], total = 0;
-  V::storei(lanes, sums);
+  storei(lanes, sums);
   for (int j = 0; j < W; ++j) total += lanes[j];
   for (; i < count; ++i) {
     const float magnitude = v[i] < 0 ? -v[i] : v[i];
@@ -418,7 +424,7 @@ inline void dequantize_rows(const SumsTile& tile) {
     int i = 0;
     for (; i + W <= tile.cols; i += W) {
       const F b = one_scale ? V::set(*tile.b_scale) : V::load(tile.b_scale + i);
-      const F sum = V::to_float(V::loadi(reinterpret_cast<const std::uint32_t*>(sums) + i));
+      const F sum = V::to_float(loadi(reinterpret_cast<const std::uint32_t*>(sums) + i));
       F v = sum * b * a;
       if (accumulate) v = V::load(out + i) + v;
       if (biased) v = v + V::load(tile.bias + i);

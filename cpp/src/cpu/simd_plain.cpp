@@ -19,8 +19,6 @@ struct V {
 
   static F load(const float* p) { return *p; }
   static void store(float* p, F v) { *p = v; }
-  static I loadi(const std::uint32_t* p) { return *p; }
-  static void storei(std::uint32_t* p, I v) { *p = v; }
   static F set(float v) { return v; }
   static I seti(std::uint32_t v) { return v; }
   static I load_u8(const std::uint8_t* p) { return *p; }
