@@ -1,8 +1,6 @@
 // compress_activation and backward_linear: checks, then the backend. No arithmetic here.
 #include "hot/backward_linear.h"
 
-#include <string>
-
 #include "arithmetic.h"
 #include "checks.h"
 #include "config_fields.h"

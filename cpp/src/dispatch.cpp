@@ -1,7 +1,6 @@
 // Public functions of the single stages: check the arguments, select the backend, call it. All
 // checks run before anything is written.
 #include <algorithm>
-#include <string>
 
 #include "arithmetic.h"
 #include "checks.h"

@@ -1,6 +1,5 @@
 // Rows that a basis keeps, and the order of the tokens, for all backends.
 #include <algorithm>
-#include <string>
 #include <tuple>
 #include <vector>
 

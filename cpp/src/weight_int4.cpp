@@ -1,8 +1,6 @@
 // weight_int4: checks, then the backend. No arithmetic here.
 #include "hot/weight_int4.h"
 
-#include <string>
-
 #include "arithmetic.h"
 #include "checks.h"
 #include "fingerprint.h"

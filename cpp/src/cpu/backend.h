@@ -90,11 +90,11 @@ class QuantizeRows {
   QuantizeRows(const Context&, const Operand&);
   // Makes `codes` also find the largest values of x's columns (bit patterns), which saves a read of
   // x. Requires at most most_found columns and a scale per row.
-  void find_columns(std::uint32_t* amax);
+  void find_columns(std::uint32_t* amax) { columns_ = amax; }
   static constexpr std::int64_t most_found = 4096;
 
   void add_largest(Phase&) const;  // only for a single scale
-  void add_codes(Phase&) const;
+  void add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_.count(), *this); }
   void finish() const;
 
  private:
@@ -112,7 +112,7 @@ class QuantizeRows {
 class RequantizeGroups {
  public:
   RequantizeGroups(const Context&, const Operand&);
-  void add_codes(Phase&) const;
+  void add_codes(Phase& phase) const { phase.add<&RequantizeGroups::codes>(tasks_.count(), *this); }
 
  private:
   void codes(std::int64_t task) const;
@@ -155,7 +155,7 @@ class QuantizeColumns {
   std::uint32_t* amax() const;
   void add_largest(Phase&) const;                         // also writes the codes of whole strips
   void add_codes(Phase&, bool amax_known = false) const;  // amax_known: amax() is filled
-  void add_finish(Phase&) const;
+  void add_finish(Phase& phase) const { phase.add<&QuantizeColumns::finish>(1, *this); }
 
  private:
   class Writer;
@@ -177,7 +177,9 @@ class SumColumns {
  public:
   SumColumns(const Context& context, const ColumnSum& sum)
       : simd_(simd_kernels(context.isa())), x_(sum.x), out_(sum.out), accumulate_(sum.accumulate) {}
-  void add_sums(Phase&) const;
+  void add_sums(Phase& phase) const {
+    phase.add<&SumColumns::sum>(ceil_div(x_.cols, strip_columns), *this);
+  }
 
  private:
   void sum(std::int64_t strip) const;
@@ -192,9 +194,9 @@ class SumColumns {
 class Product {
  public:
   Product(const Context&, const GemmArgs&, void* workspace);
-  void add_panels(Phase&) const;
+  void add_panels(Phase& phase) const { phase.add<&Product::pack>(panels_ * chunks_, *this); }
   void add_bias(Phase&) const;
-  void add_tiles(Phase&) const;
+  void add_tiles(Phase& phase) const { phase.add<&Product::multiply>(row_tasks_ * slices_, *this); }
 
  private:
   struct Range {

@@ -2,7 +2,6 @@
 // task multiplies `gemm_task_rows` rows of a by all panels of a slice, tile by tile. Sums stay in
 // registers for the whole contraction. The epilogue dequantises the tile.
 #include <algorithm>
-#include <cstring>
 
 #include "cpu/backend.h"
 
@@ -136,16 +135,8 @@ Product::Product(const Context& context, const GemmArgs& args, void* workspace)
   slices_ = std::min(panels_, ceil_div(std::int64_t{8} * context.threads(), row_tasks_));
 }
 
-void Product::add_panels(Phase& phase) const {
-  phase.add<&Product::pack>(panels_ * chunks_, *this);
-}
-
 void Product::add_bias(Phase& phase) const {
   if (simd_.gemm.row_bias != nullptr) phase.add<&Product::find_bias>(row_tasks_, *this);
-}
-
-void Product::add_tiles(Phase& phase) const {
-  phase.add<&Product::multiply>(row_tasks_ * slices_, *this);
 }
 
 char* Product::panel_at(std::int64_t panel, std::int64_t chunk) const {

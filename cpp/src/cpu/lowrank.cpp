@@ -288,19 +288,11 @@ void QuantizeColumns::whole(std::int64_t task) const {
   }
 }
 
-void QuantizeColumns::add_finish(Phase& phase) const {
-  phase.add<&QuantizeColumns::finish>(1, *this);
-}
-
 void QuantizeColumns::finish(std::int64_t) const {
   const Codes& out = job_.out;
   patterns_to_scales(out.scale, scales_, job_.quant.bits);
   // Repeats a single scale as CUDA does, so that both backends read the same quantised weight.
   if (job_.quant.per_tensor) std::fill(out.scale + 1, out.scale + out.scales, out.scale[0]);
-}
-
-void SumColumns::add_sums(Phase& phase) const {
-  phase.add<&SumColumns::sum>(ceil_div(x_.cols, strip_columns), *this);
 }
 
 // Sums of a strip's columns. Blocks of 16 tokens are added in the order of row 0 of their FWHT, 64

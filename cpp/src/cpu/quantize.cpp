@@ -113,14 +113,8 @@ QuantizeRows::QuantizeRows(const Context& context, const Operand& job)
   if (job.quant.per_tensor) std::memset(job.out.scale, 0, sizeof *job.out.scale);
 }
 
-void QuantizeRows::find_columns(std::uint32_t* amax) { columns_ = amax; }
-
 void QuantizeRows::add_largest(Phase& phase) const {
   if (job_.quant.per_tensor) phase.add<&QuantizeRows::largest>(tasks_.count(), *this);
-}
-
-void QuantizeRows::add_codes(Phase& phase) const {
-  phase.add<&QuantizeRows::codes>(tasks_.count(), *this);
 }
 
 void QuantizeRows::largest(std::int64_t task) const {
@@ -278,10 +272,6 @@ RequantizeGroups::RequantizeGroups(const Context& context, const Operand& job)
       job_(job),
       rounder_{Rounding::stochastic, 8, random_key(context.key(), Purpose::requantize)},
       tasks_(context, job.out.rows, job.out.k_padded) {}
-
-void RequantizeGroups::add_codes(Phase& phase) const {
-  phase.add<&RequantizeGroups::codes>(tasks_.count(), *this);
-}
 
 void RequantizeGroups::codes(std::int64_t task) const {
   const Codes& out = job_.out;

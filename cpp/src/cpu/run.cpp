@@ -1,5 +1,4 @@
 // Work of a call on the CPU: the stages of all its operands and products, in four phases.
-#include <algorithm>
 #include <optional>
 
 #include "checks.h"
