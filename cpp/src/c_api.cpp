@@ -372,7 +372,7 @@ const char* hot_status_name(hot_status status) {
   static constexpr const char* names[] = {
       "ok",         "invalid_argument", "unsupported",   "workspace_too_small",
       "cuda_error", "out_of_memory",    "internal_error"};
-  return status < HOT_OK || status > HOT_INTERNAL_ERROR ? "unknown" : names[status];
+  return detail::name_in(names, status);
 }
 
 const char* hot_last_error(void) { return error_text; }

@@ -469,10 +469,7 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     const DeviceFacts& facts = target.facts;
     const std::int64_t size = element_bytes(options.out_dtype);
     const std::int64_t row_bytes = options.int4 ? (k + 1) / 2 : k;
-    ProductShape p;
-    p.m = m;
-    p.n = n;
-    p.k = k;
+    ProductShape p{m, n, k};
     p.rows_aligned = k % 16 == 0;
     p.scaled = !bare;
     p.one_scale_a = m == 1;

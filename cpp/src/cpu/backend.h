@@ -152,7 +152,7 @@ class StripTasks {
 class QuantizeColumns {
  public:
   QuantizeColumns(const Context&, const Operand&);
-  std::uint32_t* amax() const;
+  std::uint32_t* amax() const { return reinterpret_cast<std::uint32_t*>(job_.out.scale); }
   void add_largest(Phase&) const;                         // also writes the codes of whole strips
   void add_codes(Phase&, bool amax_known = false) const;  // amax_known: amax() is filled
   void add_finish(Phase& phase) const { phase.add<&QuantizeColumns::finish>(1, *this); }

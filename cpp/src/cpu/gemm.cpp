@@ -212,11 +212,9 @@ void CpuBackend::gemm(const Context& context, const GemmArgs& args, void* worksp
 void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::int8_t* a,
                            std::int8_t* b, void* workspace) const {
   const std::int64_t m = packed.m, n = packed.n, k = packed.k, bytes = ceil_div(k, 2);
-  if (m > 0 && k > 0) {
+  if (k > 0) {
     unpack_int4(context, {packed.a, DType::i4x2, m, bytes, packed.lda, 1},
                 {a, DType::i8, m, k, k, 1});
-  }
-  if (n > 0 && k > 0) {
     unpack_int4(context, {packed.b, DType::i4x2, n, bytes, packed.ldb, 1},
                 {b, DType::i8, n, k, k, 1});
   }

@@ -187,10 +187,6 @@ QuantizeColumns::QuantizeColumns(const Context& context, const Operand& job)
   std::fill_n(amax(), scales_, 0U);
 }
 
-std::uint32_t* QuantizeColumns::amax() const {
-  return reinterpret_cast<std::uint32_t*>(job_.out.scale);
-}
-
 void QuantizeColumns::add_largest(Phase& phase) const {
   if (tasks_.whole()) return phase.add<&QuantizeColumns::whole>(tasks_.count(), *this);
   phase.add<&QuantizeColumns::largest>(tasks_.count(), *this);

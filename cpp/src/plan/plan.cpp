@@ -194,10 +194,7 @@ OutFacts out_facts(const MatrixOut& out) {
 }
 
 ProductShape product_shape(const GemmArgs& args) {
-  ProductShape p;
-  p.m = args.m;
-  p.n = args.n;
-  p.k = args.k;
+  ProductShape p{args.m, args.n, args.k};
   p.rows_aligned = aligned(args.a, args.lda) && aligned(args.b, args.ldb);
   p.rows_near = args.lda < UINT32_MAX && args.ldb < UINT32_MAX;
   p.scaled = args.a_scale != nullptr && args.b_scale != nullptr;

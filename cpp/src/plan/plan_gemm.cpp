@@ -263,22 +263,6 @@ void add_single(Plan& plan, const Work& work, int index) {
   plan.add(Kernel::token, shape, reads, out, ProductStep{index}, product.args.out.dtype);
 }
 
-void add_products(Plan& plan, const DeviceFacts& facts, const Products& products) {
-  const auto& [shapes, buffers, index, count] = products;
-  if (count == 0) return;
-  if (!plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(products)})) {
-    for (int i = 0; i < count; ++i) add_product(plan, facts, shapes[i], index[i], buffers[i]);
-    return;
-  }
-  Buffers reads, writes;
-  for (int i = 0; i < count; ++i) {
-    reads |= buffers[i].a | buffers[i].b;
-    writes |= buffers[i].out;
-    if (shapes[i].accumulate) reads |= buffers[i].out;
-  }
-  add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
-}
-
 }  // namespace
 
 Reason why_not_small_gemms(const ProductShape* products, int count) {
@@ -360,7 +344,18 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
     products.buffers[products.count] = buffers_of(work, product);
     products.index[products.count++] = i;
   }
-  add_products(plan, facts, products);
+  const auto& [shapes, buffers, index, count] = products;
+  if (count > 0 && plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(products)})) {
+    Buffers reads, writes;
+    for (int i = 0; i < count; ++i) {
+      reads |= buffers[i].a | buffers[i].b;
+      writes |= buffers[i].out;
+      if (shapes[i].accumulate) reads |= buffers[i].out;
+    }
+    add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
+  } else {
+    for (int i = 0; i < count; ++i) add_product(plan, facts, shapes[i], index[i], buffers[i]);
+  }
   for (int i = 0; i < 2; ++i) {
     const WorkProduct& product = work.products[i];
     if (product.exists() && !product.multiplies()) add_single(plan, work, i);

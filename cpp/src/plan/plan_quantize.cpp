@@ -277,19 +277,19 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const Operand& job) {
     if (job.out.scales > 0) add_finish_scales(plan, job);
     return false;
   }
-  switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
-                        why_not_one_pass(facts, job.transform, job.quant, transform)},
-                       {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
-                        why_not_columns(job.transform, job.quant, transform)},
-                       {Kernel::generic_amax}})) {
-    case Kernel::generic_amax:
-      add_generic_columns(plan, job);
-      return false;
-    case Kernel::columns_one_pass:
-      add_columns_one_pass(plan, facts, job, transform);
-      return job.sum;
-    default:
-      break;
+  const Kernel kernel =
+      plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
+                    why_not_one_pass(facts, job.transform, job.quant, transform)},
+                   {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
+                    why_not_columns(job.transform, job.quant, transform)},
+                   {Kernel::generic_amax}});
+  if (kernel == Kernel::generic_amax) {
+    add_generic_columns(plan, job);
+    return false;
+  }
+  if (kernel == Kernel::columns_one_pass) {
+    add_columns_one_pass(plan, facts, job, transform);
+    return job.sum;
   }
   const int runs = add_column_pass(plan, job, transform, Pass::amax);
   add_column_pass(plan, job, transform, Pass::codes);
