@@ -1,8 +1,6 @@
 // compress_activation and backward_linear: checks, then the backend. No arithmetic here.
 #include "hot/backward_linear.h"
 
-#include <string>
-
 #include "arithmetic.h"
 #include "checks.h"
 #include "config_fields.h"
@@ -93,10 +91,9 @@ ConstSavedActivation detail::check_saved_x(const Checker& check, const Context& 
                                            const SavedActivation& saved, Work& work) {
   check_spec(work.call, spec);
   const SavedLayout layout = layout_of(token_projection(rows.rows, spec), rows.cols, spec);
-  check_bytes(work.call, "saved", saved.data, saved.bytes, layout.bytes, BufferSize::at_least);
-  const ConstTensorView memory = bytes_view(saved.data, layout.bytes, x.device);
+  const ConstTensorView memory =
+      check.buffer("saved", saved.data, saved.bytes, layout.bytes, BufferSize::at_least);
   check.disjoint("saved", memory, "x", x);
-  check.uses("saved", memory);
   add_saved_x(work, context.key(), rows, saved_x(saved.data, layout, rows.rows, spec), spec);
   return {saved.data, layout.bytes, rows.rows, rows.cols, context.key(), saved_format(spec)};
 }
@@ -131,7 +128,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   check_sizes(call, {"saved.tokens", "saved.in_features"}, {saved.tokens, saved.in_features});
   const SavedLayout layout =
       layout_of(token_projection(saved.tokens, spec), saved.in_features, spec);
-  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);
+  const ConstTensorView memory = check.buffer("saved", saved.data, saved.bytes, layout.bytes);
   if (first < 0 || first > saved.tokens) {
     invalid(call, "first is ", first, "; expected 0 to ", saved.tokens, " (saved.tokens)");
   }
@@ -141,7 +138,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   }
   check.output("out", out, float_dtypes, 2, 2);
   check.shape("out", out, {last - first, saved.in_features});
-  check.disjoint("out", out, "saved", bytes_view(saved.data, saved.bytes, out.device));
+  check.disjoint("out", out, "saved", memory);
   const MatrixOut rows = matrix_out_of(out);
   if (rows.rows == 0 || rows.cols == 0) return;
   const SavedX x = saved_x(saved.data, layout, saved.tokens, spec);
@@ -182,10 +179,9 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = matrix_of(w);
   const std::int64_t k_padded = hadamard_projection(weight.rows, spec.hadamard_block).k_padded;
-  check_bytes(call, "out", out.data, out.bytes, weight_bytes(weight.cols, k_padded));
-  const ConstTensorView memory = bytes_view(out.data, out.bytes, w.device);
+  const ConstTensorView memory =
+      check.buffer("out", out.data, out.bytes, weight_bytes(weight.cols, k_padded));
   check.disjoint("out", memory, "w", w);
-  check.uses("out", memory);
   Work work{call};
   add_weight(work, weight, spec, out.data);
   backend_of(context).run(context, work, check, workspace);
@@ -203,8 +199,10 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
 
 namespace {
 
-// Checks `saved` against the sizes of the call and fills the fields that g_w reads.
-void resolve_saved(BackwardCall& call, const ConstSavedActivation& saved, bool has_weight) {
+// Checks `saved` against the sizes of the call, fills the fields that g_w reads, and returns the
+// memory of `saved`.
+ConstTensorView resolve_saved(const Checker& check, BackwardCall& call,
+                              const ConstSavedActivation& saved, bool has_weight) {
   const BackwardLinearSpec& spec = call.spec;
   LinearShape& shape = call.shape;
   check_format(backward_name, "saved", "compress_activation", saved.format, saved_format(spec));
@@ -218,9 +216,10 @@ void resolve_saved(BackwardCall& call, const ConstSavedActivation& saved, bool h
   }
   check_key(backward_name, "saved.key", saved.key);
   const SavedLayout layout = saved_layout(saved.tokens, saved.in_features, spec);
-  check_bytes(backward_name, "saved", saved.data, saved.bytes, layout.bytes);
+  const ConstTensorView memory = check.buffer("saved", saved.data, saved.bytes, layout.bytes);
   call.saved = saved_x(saved.data, layout, saved.tokens, spec);
   call.sketch_key = saved.key;
+  return memory;
 }
 
 void check_and_run(const Context& context, const ConstTensorView& gy, const WeightArgument& w,
@@ -243,17 +242,15 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
     const ResolvedWeight weight = resolve_weight(
         check, w,
         {backward_name, "quantize_weight", weight_format(spec), true, shape.out_features, "gy",
-         hadamard_projection(shape.out_features, spec.hadamard_block).k_padded},
-        gy.device);
+         hadamard_projection(shape.out_features, spec.hadamard_block).k_padded});
     call.w = weight.matrix;
     call.quantized = weight.quantized;
     shape.in_features = weight.other_size;
     weight_memory = weight.memory;
   }
-  if (out.gw != nullptr) resolve_saved(call, saved, out.gx != nullptr);
+  ConstTensorView saved_memory{};
+  if (out.gw != nullptr) saved_memory = resolve_saved(check, call, saved, out.gx != nullptr);
 
-  const ConstTensorView saved_bytes = bytes_view(saved.data, saved.bytes, gy.device);
-  if (out.gw != nullptr) check.uses("saved", saved_bytes);
   const struct {
     const char* name;
     const TensorView* view;
@@ -264,7 +261,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
     check.output(output.name, *output.view, float_dtypes, output.min_ndim, output.max_ndim);
     check.disjoint(output.name, *output.view, "gy", gy);
     if (out.gx != nullptr) check.disjoint(output.name, *output.view, "w", weight_memory);
-    if (out.gw != nullptr) check.disjoint(output.name, *output.view, "saved", saved_bytes);
+    if (out.gw != nullptr) check.disjoint(output.name, *output.view, "saved", saved_memory);
     for (const auto& other : outputs) {
       if (&other == &output) break;
       if (other.view != nullptr) check.disjoint(output.name, *output.view, other.name, *other.view);

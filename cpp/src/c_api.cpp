@@ -5,7 +5,6 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -19,9 +18,8 @@ struct hot_context {
 
 namespace {
 
-using hot::ConstTensorView;
-using hot::TensorView;
-using hot::detail::invalid;
+using namespace hot;
+using detail::invalid;
 
 // ---- errors ------------------------------------------------------------------------------------
 
@@ -39,18 +37,10 @@ hot_status fail(hot_status status, const char* text) noexcept {
   return status;
 }
 
-hot_status status_of(hot::ErrorCode code) noexcept {
-  switch (code) {
-    case hot::ErrorCode::invalid_argument:
-      return HOT_INVALID_ARGUMENT;
-    case hot::ErrorCode::unsupported:
-      return HOT_UNSUPPORTED;
-    case hot::ErrorCode::workspace_too_small:
-      return HOT_WORKSPACE_TOO_SMALL;
-    case hot::ErrorCode::cuda:
-      return HOT_CUDA_ERROR;
-  }
-  return HOT_INTERNAL_ERROR;
+hot_status status_of(ErrorCode code) noexcept {
+  constexpr hot_status statuses[] = {HOT_INVALID_ARGUMENT, HOT_UNSUPPORTED, HOT_WORKSPACE_TOO_SMALL,
+                                     HOT_CUDA_ERROR};  // in the order of ErrorCode
+  return statuses[static_cast<std::size_t>(code)];
 }
 
 template <class Call>
@@ -58,7 +48,7 @@ hot_status guarded(const Call& call) noexcept {
   try {
     call();
     return HOT_OK;
-  } catch (const hot::Error& error) {
+  } catch (const Error& error) {
     return fail(status_of(error.code()), error.what());
   } catch (const std::bad_alloc&) {
     return fail(HOT_OUT_OF_MEMORY, "out of memory");
@@ -104,8 +94,8 @@ T read(const char* call, const char* name, const T* from) {
   const auto* bytes = reinterpret_cast<const char*>(from);
   for (std::size_t i = sizeof(T); i < size; ++i) {
     if (bytes[i] != 0) {
-      invalid(call, name, ".struct_size is ", size, " and uses members that libhot ",
-              hot::version(), " does not have; it knows ", sizeof(T), " bytes");
+      invalid(call, name, ".struct_size is ", size, " and uses members that libhot ", version(),
+              " does not have; it knows ", sizeof(T), " bytes");
     }
   }
   T out{};
@@ -134,33 +124,32 @@ template <class E>
 constexpr bool same(int constant, E value) {
   return constant == static_cast<int>(value);
 }
-static_assert(same(HOT_F32, hot::DType::f32) && same(HOT_F16, hot::DType::f16) &&
-              same(HOT_BF16, hot::DType::bf16) && same(HOT_I8, hot::DType::i8) &&
-              same(HOT_I32, hot::DType::i32) && same(HOT_I4X2, hot::DType::i4x2));
-static_assert(same(HOT_CPU, hot::Device::Type::cpu) && same(HOT_CUDA, hot::Device::Type::cuda) &&
-              HOT_MAX_DIMS == hot::max_dims);
-static_assert(same(HOT_ISA_PLAIN, hot::Isa::plain) && same(HOT_ISA_AVX2, hot::Isa::avx2) &&
-              same(HOT_ISA_AVX512, hot::Isa::avx512) && same(HOT_ISA_AMX, hot::Isa::amx));
-static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
-              same(HOT_SIDE_GRADIENT, hot::Side::gradient));
+static_assert(same(HOT_F32, DType::f32) && same(HOT_F16, DType::f16) &&
+              same(HOT_BF16, DType::bf16) && same(HOT_I8, DType::i8) && same(HOT_I32, DType::i32) &&
+              same(HOT_I4X2, DType::i4x2));
+static_assert(same(HOT_CPU, Device::Type::cpu) && same(HOT_CUDA, Device::Type::cuda) &&
+              HOT_MAX_DIMS == max_dims);
+static_assert(same(HOT_ISA_PLAIN, Isa::plain) && same(HOT_ISA_AVX2, Isa::avx2) &&
+              same(HOT_ISA_AVX512, Isa::avx512) && same(HOT_ISA_AMX, Isa::amx));
+static_assert(same(HOT_SIDE_ACTIVATION, Side::activation) &&
+              same(HOT_SIDE_GRADIENT, Side::gradient));
 
 // True if the numbers of a field's choices equal the header's constants, in this order.
 template <class E, std::size_t n>
-constexpr bool same(const hot::detail::Choice<E> (&choices)[n], const int (&constants)[n]) {
+constexpr bool same(const detail::Choice<E> (&choices)[n], const int (&constants)[n]) {
   for (std::size_t i = 0; i < n; ++i) {
     if (choices[i].number != constants[i]) return false;
   }
   return true;
 }
-static_assert(same(hot::detail::granularities,
-                   {HOT_SCALE_TENSOR, HOT_SCALE_TOKEN, HOT_SCALE_CHANNEL}) &&
-              same(hot::detail::gx_scales, {HOT_SCALE_TOKEN, HOT_SCALE_TENSOR}));
-static_assert(same(hot::detail::roundings, {HOT_STOCHASTIC, HOT_NEAREST, HOT_PSEUDO_STOCHASTIC}));
-static_assert(same(hot::detail::bases,
+static_assert(same(detail::granularities, {HOT_SCALE_TENSOR, HOT_SCALE_TOKEN, HOT_SCALE_CHANNEL}) &&
+              same(detail::gx_scales, {HOT_SCALE_TOKEN, HOT_SCALE_TENSOR}));
+static_assert(same(detail::roundings, {HOT_STOCHASTIC, HOT_NEAREST, HOT_PSEUDO_STOCHASTIC}));
+static_assert(same(detail::bases,
                    {HOT_BASIS_FULL, HOT_BASIS_LOWPASS, HOT_BASIS_SEQUENCY, HOT_BASIS_SKETCH}));
-static_assert(same(hot::detail::gw_scales,
+static_assert(same(detail::gw_scales,
                    {HOT_GW_SCALE_CHANNEL, HOT_GW_SCALE_TENSOR, HOT_GW_SCALE_TOKEN}));
-static_assert(same(hot::detail::storages, {HOT_STORAGE_INT8, HOT_STORAGE_INT4}));
+static_assert(same(detail::storages, {HOT_STORAGE_INT8, HOT_STORAGE_INT4}));
 
 // Arguments with the names that errors give them.
 struct Array {
@@ -201,7 +190,7 @@ struct Call {
   }
 
   template <class T>
-  const T& operator()(const T& value) const {
+  std::enable_if_t<!std::is_pointer_v<T>, const T&> operator()(const T& value) const {
     return value;
   }
   template <class E>
@@ -212,14 +201,11 @@ struct Call {
     }
     return static_cast<E>(from.value);
   }
-  const hot::Context& operator()(const hot_context* from) const {
+  const Context& operator()(const hot_context* from) const {
     if (from == nullptr) {
       invalid(name, "context is null; expected one from hot_context_cpu or hot_context_cuda");
     }
     return from->context;
-  }
-  const hot::Context& operator()(hot_context* from) const {
-    return (*this)(static_cast<const hot_context*>(from));
   }
   TensorView operator()(const Array& array) const {
     const hot_tensor t = read(name, array.name, array.from);
@@ -227,12 +213,12 @@ struct Call {
                       device = std::string(array.name) + ".device_type";
     TensorView out;
     out.data = t.data;
-    out.dtype = (*this)(Choice<hot::DType>{dtype.c_str(), t.dtype, hot::DType::i4x2});
+    out.dtype = (*this)(Choice<DType>{dtype.c_str(), t.dtype, DType::i4x2});
     out.device.type =
-        (*this)(Choice<hot::Device::Type>{device.c_str(), t.device_type, hot::Device::Type::cuda});
+        (*this)(Choice<Device::Type>{device.c_str(), t.device_type, Device::Type::cuda});
     out.device.index = t.device_index;
-    if (t.ndim < 0 || t.ndim > hot::max_dims) {
-      invalid(name, array.name, ".ndim is ", t.ndim, "; expected 0 to ", hot::max_dims);
+    if (t.ndim < 0 || t.ndim > max_dims) {
+      invalid(name, array.name, ".ndim is ", t.ndim, "; expected 0 to ", max_dims);
     }
     out.ndim = t.ndim;
     for (int d = 0; d < t.ndim; ++d) {
@@ -245,34 +231,31 @@ struct Call {
     if (array.from == nullptr) return {};
     return (*this)(static_cast<const Array&>(array));
   }
-  hot::BackwardLinearSpec operator()(const hot_spec* from, const char* argument = "spec") const {
-    return hot::detail::from_c<hot::BackwardLinearSpec>(name, argument,
-                                                        read_known(name, argument, from));
+  BackwardLinearSpec operator()(const hot_spec* from, const char* argument = "spec") const {
+    return detail::from_c<BackwardLinearSpec>(name, argument, read_known(name, argument, from));
   }
-  hot::ForwardLinearSpec operator()(const hot_forward_spec* from) const {
+  ForwardLinearSpec operator()(const hot_forward_spec* from) const {
     return {read_known(name, "spec", from).hadamard_block};
   }
-  hot::WeightInt4Spec operator()(const Int4& from) const {
-    return {(*this)(from.spec), from.group};
-  }
+  WeightInt4Spec operator()(const Int4& from) const { return {(*this)(from.spec), from.group}; }
   template <class T>
   auto operator()(const Given<T>& from) const {
     check(from.name, from.from);
     return (*this)(from.from);
   }
   // x that was saved, or a quantised w: empty if it is null.
-  hot::ConstSavedActivation operator()(const hot_saved* from) const {
+  ConstSavedActivation operator()(const hot_saved* from) const {
     if (from == nullptr) return {};
     const hot_saved s = read_known(name, "saved", from);
-    const hot::Key key{s.key_seed, s.key_offset, s.key_stream, s.key_counter};
+    const Key key{s.key_seed, s.key_offset, s.key_stream, s.key_counter};
     return {s.data, s.bytes, s.tokens, s.in_features, key, s.format};
   }
-  hot::ConstQuantizedWeight operator()(const hot_weight* from) const {
+  ConstQuantizedWeight operator()(const hot_weight* from) const {
     if (from == nullptr) return {};
     const hot_weight w = read(name, "weight", from);
     return {w.data, w.bytes, w.out_features, w.in_features, w.format};
   }
-  hot::ConstQuantizedInput operator()(const hot_input* from) const {
+  ConstQuantizedInput operator()(const hot_input* from) const {
     const hot_input x = read(name, "x", from);
     return {x.data, x.bytes, x.tokens, x.in_features, x.format};
   }
@@ -296,18 +279,18 @@ hot_status run(const char* name, const Work& work, const Args&... args) noexcept
 }
 
 // Fill the caller's structs with results.
-void write_result(hot_saved* out, const hot::ConstSavedActivation& s) noexcept {
+void write_result(hot_saved* out, const ConstSavedActivation& s) noexcept {
   write(out, {0, s.data, s.bytes, s.tokens, s.in_features, s.key.seed, s.key.offset, s.key.counter,
               s.key.stream, 0, s.format});
 }
-void write_result(hot_weight* out, const hot::ConstQuantizedWeight& q) noexcept {
+void write_result(hot_weight* out, const ConstQuantizedWeight& q) noexcept {
   write(out, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
 }
-void write_result(hot_input* out, const hot::ConstQuantizedInput& q) noexcept {
+void write_result(hot_input* out, const ConstQuantizedInput& q) noexcept {
   write(out, {0, q.data, q.bytes, q.tokens, q.in_features, q.format});
 }
 
-void write_result(hot_saved_layout* out, const hot::SavedLayout& l) noexcept {
+void write_result(hot_saved_layout* out, const SavedLayout& l) noexcept {
   write(out, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset,
               l.exponent_offset});
 }
@@ -330,9 +313,9 @@ hot_status fill(const char* name, const char* argument, T* out, const Work& work
 template <class Weight>
 hot_status backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
                     const hot_saved* saved, const hot_spec* spec, const hot_gradients* gradients,
-                    const hot::Workspace& workspace) noexcept {
+                    const Workspace& workspace) noexcept {
   return guarded("backward_linear", [&](const Call& call) {
-    const hot::Context& c = call(context);
+    const Context& c = call(context);
     const hot_gradients g = read_known(call.name, "out", gradients);
     TensorView views[3];
     const auto wanted = [&](const Array& array, TensorView& to) -> const TensorView* {
@@ -340,10 +323,9 @@ hot_status backward(const hot_context* context, const hot_tensor* gy, const Weig
       to = call(array);
       return &to;
     };
-    const hot::BackwardOutputs out{wanted({"gx", g.gx}, views[0]), wanted({"gw", g.gw}, views[1]),
-                                   wanted({"gb", g.gb}, views[2]), g.accumulate != 0};
-    hot::backward_linear(c, call(Array{"gy", gy}), call(w), call(saved), call(spec), out,
-                         workspace);
+    const BackwardOutputs out{wanted({"gx", g.gx}, views[0]), wanted({"gw", g.gw}, views[1]),
+                              wanted({"gb", g.gb}, views[2]), g.accumulate != 0};
+    backward_linear(c, call(Array{"gy", gy}), call(w), call(saved), call(spec), out, workspace);
   });
 }
 
@@ -351,19 +333,14 @@ hot_status backward(const hot_context* context, const hot_tensor* gy, const Weig
 template <class Input, class Weight>
 hot_status forward(const hot_context* context, const Input& x, const Weight& w,
                    const hot_tensor* bias, const hot_forward_spec* spec, const hot_tensor* y,
-                   const hot::Workspace& workspace) noexcept {
-  const auto work = [](const auto&... args) { hot::forward_linear(args...); };
+                   const Workspace& workspace) noexcept {
+  const auto work = [](const auto&... args) { forward_linear(args...); };
   return run("forward_linear", work, context, x, w, OptionalArray{{"bias", bias}}, spec,
              Array{"y", y}, workspace);
 }
 
-void check_supported(const hot::Support& support) {
-  if (!support.ok) throw hot::Error(hot::ErrorCode::unsupported, support.why);
-}
-
-const std::vector<std::string>& known_recipes() {
-  static const std::vector<std::string> names = hot::recipe_names();
-  return names;
+void check_supported(const Support& support) {
+  if (!support.ok) throw Error(ErrorCode::unsupported, support.why);
 }
 
 // A new context that `make` returns.
@@ -381,7 +358,7 @@ template <class Change, class... Args>
 hot_status change_context(const char* name, hot_context* context, Change change,
                           const Args&... args) noexcept {
   return guarded(name, [&](const Call& call) {
-    context->context = hot::Context((call(context).*change)(call(args)...));
+    context->context = Context((call(context).*change)(call(args)...));
   });
 }
 
@@ -395,63 +372,63 @@ const char* hot_status_name(hot_status status) {
   static constexpr const char* names[] = {
       "ok",         "invalid_argument", "unsupported",   "workspace_too_small",
       "cuda_error", "out_of_memory",    "internal_error"};
-  return status < HOT_OK || status > HOT_INTERNAL_ERROR ? "unknown" : names[status];
+  return detail::name_in(names, status);
 }
 
 const char* hot_last_error(void) { return error_text; }
 
-const char* hot_version(void) { return hot::version(); }
+const char* hot_version(void) { return version(); }
 
-int32_t hot_built_with_cuda(void) { return hot::built_with_cuda() ? 1 : 0; }
+int32_t hot_built_with_cuda(void) { return built_with_cuda() ? 1 : 0; }
 
-const char* hot_cuda_architectures(void) { return hot::cuda_architectures(); }
+const char* hot_cuda_architectures(void) { return cuda_architectures(); }
 
 size_t hot_dtype_size(int32_t dtype) {
   const bool known = dtype >= HOT_F32 && dtype <= HOT_I4X2;
-  return known ? hot::dtype_size(static_cast<hot::DType>(dtype)) : 0;
+  return known ? dtype_size(static_cast<DType>(dtype)) : 0;
 }
 
 // ---- contexts ----------------------------------------------------------------------------------
 
 hot_status hot_context_cpu(int32_t threads, hot_context** out) {
-  return make_context("context_cpu", out, [&] { return hot::Context::cpu(threads); });
+  return make_context("context_cpu", out, [&] { return Context::cpu(threads); });
 }
 
 hot_status hot_context_cpu_on(hot_run run, void* state, int32_t threads, hot_context** out) {
   return make_context("context_cpu_on", out,
-                      [&] { return hot::Context::cpu(hot::Executor{run, state}, threads); });
+                      [&] { return Context::cpu(Executor{run, state}, threads); });
 }
 
 hot_status hot_context_cuda(int32_t device, void* stream, hot_context** out) {
   return make_context("context_cuda", out,
-                      [&] { return hot::Context::cuda(device, static_cast<hot::Stream>(stream)); });
+                      [&] { return Context::cuda(device, static_cast<Stream>(stream)); });
 }
 
 hot_status hot_context_copy(const hot_context* context, hot_context** out) {
-  return make_context("context_copy", out, [](const hot::Context& c) { return c; }, context);
+  return make_context("context_copy", out, [](const Context& c) { return c; }, context);
 }
 
 void hot_context_destroy(hot_context* context) { delete context; }
 
 hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t offset,
                                uint32_t stream, const uint64_t* counter) {
-  return change_context("context_set_key", context, &hot::Context::with_key,
-                        hot::Key{seed, offset, stream, counter});
+  return change_context("context_set_key", context, &Context::with_key,
+                        Key{seed, offset, stream, counter});
 }
 
-int32_t hot_best_isa(void) { return static_cast<std::int32_t>(hot::best_isa()); }
+int32_t hot_best_isa(void) { return static_cast<std::int32_t>(best_isa()); }
 
 hot_status hot_context_set_isa(hot_context* context, int32_t isa) {
-  return change_context("context_set_isa", context, &hot::Context::with_isa,
-                        Choice<hot::Isa>{"isa", isa, hot::Isa::amx});
+  return change_context("context_set_isa", context, &Context::with_isa,
+                        Choice<Isa>{"isa", isa, Isa::amx});
 }
 
 hot_status hot_context_set_arch(hot_context* context, int32_t arch) {
-  return change_context("context_set_arch", context, &hot::Context::with_arch, arch);
+  return change_context("context_set_arch", context, &Context::with_arch, arch);
 }
 
 hot_status hot_context_set_sm_margin(hot_context* context, int32_t sms) {
-  return change_context("context_set_sm_margin", context, &hot::Context::with_sm_margin, sms);
+  return change_context("context_set_sm_margin", context, &Context::with_sm_margin, sms);
 }
 
 int32_t hot_context_threads(const hot_context* context) {
@@ -465,7 +442,7 @@ hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
     call.place("name", name);
     call.check("spec", spec);
     hot_spec out{};
-    hot::detail::to_c(hot::recipe(name), out);
+    detail::to_c(recipe(name), out);
     write(spec, out);
   });
 }
@@ -473,20 +450,19 @@ hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
 const char* hot_spec_field(int32_t index) {
   const char* name = nullptr;
   std::int32_t at = 0;
-  hot::detail::for_each_field(hot::detail::FieldsOf<hot::BackwardLinearSpec>{},
-                              [&](const auto& field) {
-                                if (at++ == index) name = field.name;
-                              });
+  detail::for_each_field(detail::FieldsOf<BackwardLinearSpec>{}, [&](const auto& field) {
+    if (at++ == index) name = field.name;
+  });
   return name;
 }
 
 hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes) {
   return guarded("spec_get", [&](const Call& call) {
-    const hot::BackwardLinearSpec current = call(spec);
+    const BackwardLinearSpec current = call(spec);
     call.place("field", field);
     call.place("text", text);
-    hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
-      const std::string value = hot::detail::field_text(row, row.get(current));
+    detail::with_field<BackwardLinearSpec>(field, [&](const auto& row) {
+      const std::string value = detail::field_text(row, row.get(current));
       if (value.size() >= bytes) {
         invalid(call.name, "text holds ", bytes, " bytes; ", row.name, " needs ", value.size() + 1);
       }
@@ -497,51 +473,43 @@ hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, siz
 
 hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text) {
   return guarded("spec_set", [&](const Call& call) {
-    hot::BackwardLinearSpec changed = call(static_cast<const hot_spec*>(spec));
+    BackwardLinearSpec changed = call(spec);
     call.place("field", field);
     call.place("text", text);
-    hot::detail::with_field<hot::BackwardLinearSpec>(field, [&](const auto& row) {
+    detail::with_field<BackwardLinearSpec>(field, [&](const auto& row) {
       using T = typename std::decay_t<decltype(row)>::Value;
       if constexpr (std::is_same_v<T, std::vector<int>>) {
         invalid(call.name, row.name, " is the caller's array; set spec.rows and row_count");
       } else {
-        hot::detail::set_field_text(row, text, row.get(changed));
+        detail::set_field_text(row, text, row.get(changed));
       }
     });
     hot_spec out = read(call.name, "spec", spec);
-    hot::detail::to_c(changed, out);
+    detail::to_c(changed, out);
     write(spec, out);
   });
 }
 
-const char* hot_recipe_name(int32_t index) {
-  try {
-    const std::vector<std::string>& names = known_recipes();
-    const bool known = index >= 0 && static_cast<std::size_t>(index) < names.size();
-    return known ? names[static_cast<std::size_t>(index)].c_str() : nullptr;
-  } catch (...) {  // no memory for the names
-    return nullptr;
-  }
-}
+const char* hot_recipe_name(int32_t index) { return detail::recipe_name(index); }
 
 hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out_features,
                          int64_t in_features, const hot_spec* spec) {
   return run(
-      "supported", [](const auto&... args) { check_supported(hot::supported(args...)); }, context,
-      hot::LinearShape{tokens, out_features, in_features}, spec);
+      "supported", [](const auto&... args) { check_supported(supported(args...)); }, context,
+      LinearShape{tokens, out_features, in_features}, spec);
 }
 
 // ---- single stages -----------------------------------------------------------------------------
 
 hot_status hot_fwht(const hot_context* context, const hot_tensor* x, int32_t axis, int32_t block,
                     const hot_tensor* out) {
-  return run("fwht", hot::fwht, context, Array{"x", x}, axis, block, Array{"out", out});
+  return run("fwht", fwht, context, Array{"x", x}, axis, block, Array{"out", out});
 }
 
 hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows) {
   return guarded("basis_order", [&](const Call& call) {
     const std::vector<int> order =
-        hot::basis_order(call(Choice<hot::Basis>{"basis", basis, hot::Basis::sketch}), block);
+        basis_order(call(Choice<Basis>{"basis", basis, Basis::sketch}), block);
     std::int32_t* const to = &call.place("rows", rows);
     for (std::size_t i = 0; i < order.size(); ++i) to[i] = order[i];
   });
@@ -550,140 +518,136 @@ hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows) {
 hot_status hot_hla_rows(int64_t tokens, const hot_spec* spec, int64_t* rows) {
   return fill(
       "hla_rows", "rows", rows,
-      [&](const hot::BackwardLinearSpec& s) { return hot::hla_rows(tokens, s.low_rank); }, spec);
+      [&](const BackwardLinearSpec& s) { return hla_rows(tokens, s.low_rank); }, spec);
 }
 
 hot_status hot_hla(const hot_context* context, const hot_tensor* x, const hot_spec* spec,
                    int32_t side, const hot_tensor* out) {
-  const auto work = [](const hot::Context& c, const ConstTensorView& from,
-                       const hot::BackwardLinearSpec& s, hot::Side of,
-                       const TensorView& to) { hot::hla(c, from, s.low_rank, of, to); };
-  return run("hla", work, context, Array{"x", x}, spec,
-             Choice<hot::Side>{"side", side, hot::Side::gradient}, Array{"out", out});
+  const auto work = [](const Context& c, const ConstTensorView& from, const BackwardLinearSpec& s,
+                       Side of, const TensorView& to) { hla(c, from, s.low_rank, of, to); };
+  return run("hla", work, context, Array{"x", x}, spec, Choice<Side>{"side", side, Side::gradient},
+             Array{"out", out});
 }
 
 hot_status hot_quantize(const hot_context* context, const hot_tensor* x, int32_t bits,
                         int32_t granularity, int32_t rounding, const hot_tensor* q,
                         const hot_tensor* scale) {
-  const auto work = [&](const hot::Context& c, const ConstTensorView& from, hot::Granularity each,
-                        hot::Rounding by, const TensorView& codes, const TensorView& scales) {
-    hot::quantize(c, from, {bits, each, by}, codes, scales);
+  const auto work = [&](const Context& c, const ConstTensorView& from, Granularity each,
+                        Rounding by, const TensorView& codes, const TensorView& scales) {
+    quantize(c, from, {bits, each, by}, codes, scales);
   };
   return run("quantize", work, context, Array{"x", x},
-             Choice<hot::Granularity>{"granularity", granularity, hot::Granularity::channel},
-             Choice<hot::Rounding>{"rounding", rounding, hot::Rounding::pseudo_stochastic},
-             Array{"q", q}, Array{"scale", scale});
+             Choice<Granularity>{"granularity", granularity, Granularity::channel},
+             Choice<Rounding>{"rounding", rounding, Rounding::pseudo_stochastic}, Array{"q", q},
+             Array{"scale", scale});
 }
 
 hot_status hot_dequantize(const hot_context* context, const hot_tensor* q, const hot_tensor* scale,
                           int32_t granularity, const hot_tensor* out) {
-  return run("dequantize", hot::dequantize, context, Array{"q", q}, Array{"scale", scale},
-             Choice<hot::Granularity>{"granularity", granularity, hot::Granularity::channel},
+  return run("dequantize", dequantize, context, Array{"q", q}, Array{"scale", scale},
+             Choice<Granularity>{"granularity", granularity, Granularity::channel},
              Array{"out", out});
 }
 
 hot_status hot_pack_int4(const hot_context* context, const hot_tensor* q, const hot_tensor* out) {
-  return run("pack_int4", hot::pack_int4, context, Array{"q", q}, Array{"out", out});
+  return run("pack_int4", pack_int4, context, Array{"q", q}, Array{"out", out});
 }
 
 hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
                            const hot_tensor* out) {
-  return run("unpack_int4", hot::unpack_int4, context, Array{"packed", packed}, Array{"out", out});
+  return run("unpack_int4", unpack_int4, context, Array{"packed", packed}, Array{"out", out});
 }
 
 hot_status hot_encode_blocks(const hot_context* context, const hot_tensor* x, int32_t rounding,
                              const hot_tensor* wire) {
-  return run("encode_blocks", hot::encode_blocks, context, Array{"x", x},
-             Choice<hot::Rounding>{"rounding", rounding, hot::Rounding::pseudo_stochastic},
+  return run("encode_blocks", encode_blocks, context, Array{"x", x},
+             Choice<Rounding>{"rounding", rounding, Rounding::pseudo_stochastic},
              Array{"wire", wire});
 }
 
 hot_status hot_sum_blocks(const hot_context* context, const hot_tensor* wire, float factor,
                           const hot_tensor* out) {
-  return run("sum_blocks", hot::sum_blocks, context, Array{"wire", wire}, factor,
-             Array{"out", out});
+  return run("sum_blocks", sum_blocks, context, Array{"wire", wire}, factor, Array{"out", out});
 }
 
 hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                               size_t* bytes) {
-  return fill("gemm_workspace", "bytes", bytes, hot::gemm_workspace, context, m, n, k);
+  return fill("gemm_workspace", "bytes", bytes, gemm_workspace, context, m, n, k);
 }
 
 hot_status hot_gemm_int8(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
                          const hot_tensor* a_scale, const hot_tensor* b_scale, int32_t divisor,
                          int32_t accumulate, const hot_tensor* out, void* workspace,
                          size_t workspace_bytes) {
-  return run("gemm_int8", hot::gemm_int8, context, Array{"a", a}, Array{"b", b},
+  return run("gemm_int8", gemm_int8, context, Array{"a", a}, Array{"b", b},
              OptionalArray{{"a_scale", a_scale}}, OptionalArray{{"b_scale", b_scale}},
-             hot::GemmSpec{divisor, accumulate != 0}, Array{"out", out},
-             hot::Workspace{workspace, workspace_bytes});
+             GemmSpec{divisor, accumulate != 0}, Array{"out", out},
+             Workspace{workspace, workspace_bytes});
 }
 
 hot_status hot_gemm_int4(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
                          int64_t k, const hot_tensor* a_scale, const hot_tensor* b_scale,
                          int32_t divisor, int32_t accumulate, const hot_tensor* out,
                          void* workspace, size_t workspace_bytes) {
-  return run("gemm_int4", hot::gemm_int4, context, Array{"a", a}, Array{"b", b}, k,
+  return run("gemm_int4", gemm_int4, context, Array{"a", a}, Array{"b", b}, k,
              OptionalArray{{"a_scale", a_scale}}, OptionalArray{{"b_scale", b_scale}},
-             hot::GemmSpec{divisor, accumulate != 0}, Array{"out", out},
-             hot::Workspace{workspace, workspace_bytes});
+             GemmSpec{divisor, accumulate != 0}, Array{"out", out},
+             Workspace{workspace, workspace_bytes});
 }
 
 // ---- a linear layer ----------------------------------------------------------------------------
 
 hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_spec* spec,
                                hot_saved_layout* layout) {
-  return fill("saved_layout", "layout", layout, hot::saved_layout, tokens, in_features, spec);
+  return fill("saved_layout", "layout", layout, saved_layout, tokens, in_features, spec);
 }
 
 hot_status hot_compress_activation_workspace(const hot_context* context, int64_t tokens,
                                              int64_t in_features, const hot_spec* spec,
                                              size_t* bytes) {
-  return fill("compress_activation_workspace", "bytes", bytes, hot::compress_activation_workspace,
+  return fill("compress_activation_workspace", "bytes", bytes, compress_activation_workspace,
               context, tokens, in_features, spec);
 }
 
 hot_status hot_compress_activation(const hot_context* context, const hot_tensor* x,
                                    const hot_spec* spec, void* data, size_t bytes, void* workspace,
                                    size_t workspace_bytes, hot_saved* saved) {
-  return fill("compress_activation", "saved", saved, hot::compress_activation, context,
-              Array{"x", x}, spec, hot::SavedActivation{data, bytes},
-              hot::Workspace{workspace, workspace_bytes});
+  return fill("compress_activation", "saved", saved, compress_activation, context, Array{"x", x},
+              spec, SavedActivation{data, bytes}, Workspace{workspace, workspace_bytes});
 }
 
 hot_status hot_decompress_activation(const hot_context* context, const hot_saved* saved,
                                      int64_t first, int64_t last, const hot_spec* spec,
                                      const hot_tensor* out) {
-  return run("decompress_activation", hot::decompress_activation, context,
+  return run("decompress_activation", decompress_activation, context,
              Given<hot_saved>{"saved", saved}, first, last, spec, Array{"out", out});
 }
 
 hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
                                       const hot_spec* spec, size_t* bytes) {
-  return fill("quantized_weight_bytes", "bytes", bytes, hot::quantized_weight_bytes, out_features,
+  return fill("quantized_weight_bytes", "bytes", bytes, quantized_weight_bytes, out_features,
               in_features, spec);
 }
 
 hot_status hot_quantize_weight_workspace(const hot_context* context, int64_t out_features,
                                          int64_t in_features, const hot_spec* spec, size_t* bytes) {
-  return fill("quantize_weight_workspace", "bytes", bytes, hot::quantize_weight_workspace, context,
+  return fill("quantize_weight_workspace", "bytes", bytes, quantize_weight_workspace, context,
               out_features, in_features, spec);
 }
 
 hot_status hot_quantize_weight(const hot_context* context, const hot_tensor* w,
                                const hot_spec* spec, void* data, size_t bytes, void* workspace,
                                size_t workspace_bytes, hot_weight* weight) {
-  return fill("quantize_weight", "weight", weight, hot::quantize_weight, context, Array{"w", w},
-              spec, hot::QuantizedWeight{data, bytes}, hot::Workspace{workspace, workspace_bytes});
+  return fill("quantize_weight", "weight", weight, quantize_weight, context, Array{"w", w}, spec,
+              QuantizedWeight{data, bytes}, Workspace{workspace, workspace_bytes});
 }
 
 hot_status hot_backward_linear_workspace(const hot_context* context, int64_t tokens,
                                          int64_t out_features, int64_t in_features,
                                          const hot_spec* spec, int32_t need_gx, int32_t need_gw,
                                          size_t* bytes) {
-  return fill("backward_linear_workspace", "bytes", bytes, hot::backward_linear_workspace, context,
-              hot::LinearShape{tokens, out_features, in_features}, spec, need_gx != 0,
-              need_gw != 0);
+  return fill("backward_linear_workspace", "bytes", bytes, backward_linear_workspace, context,
+              LinearShape{tokens, out_features, in_features}, spec, need_gx != 0, need_gw != 0);
 }
 
 hot_status hot_backward_linear(const hot_context* context, const hot_tensor* gy,
@@ -703,31 +667,29 @@ hot_status hot_backward_linear_quantized(const hot_context* context, const hot_t
 hot_status hot_forward_supported(const hot_context* context, int64_t tokens, int64_t out_features,
                                  int64_t in_features, const hot_forward_spec* spec) {
   return run(
-      "forward_supported",
-      [](const auto&... args) { check_supported(hot::forward_supported(args...)); }, context,
-      hot::LinearShape{tokens, out_features, in_features}, spec);
+      "forward_supported", [](const auto&... args) { check_supported(forward_supported(args...)); },
+      context, LinearShape{tokens, out_features, in_features}, spec);
 }
 
 hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
                                     const hot_forward_spec* spec, size_t* bytes) {
-  return fill("forward_weight_bytes", "bytes", bytes, hot::forward_weight_bytes, out_features,
+  return fill("forward_weight_bytes", "bytes", bytes, forward_weight_bytes, out_features,
               in_features, spec);
 }
 
 hot_status hot_quantize_forward_weight(const hot_context* context, const hot_tensor* w,
                                        const hot_forward_spec* spec, void* data, size_t bytes,
                                        hot_weight* weight) {
-  return fill("quantize_forward_weight", "weight", weight, hot::quantize_forward_weight, context,
-              Array{"w", w}, spec, hot::QuantizedWeight{data, bytes});
+  return fill("quantize_forward_weight", "weight", weight, quantize_forward_weight, context,
+              Array{"w", w}, spec, QuantizedWeight{data, bytes});
 }
 
 hot_status hot_forward_linear_workspace(const hot_context* context, int64_t tokens,
                                         int64_t out_features, int64_t in_features,
                                         const hot_forward_spec* spec, int32_t quantized_weight,
                                         size_t* bytes) {
-  return fill("forward_linear_workspace", "bytes", bytes, hot::forward_linear_workspace, context,
-              hot::LinearShape{tokens, out_features, in_features}, spec, quantized_weight != 0,
-              false);
+  return fill("forward_linear_workspace", "bytes", bytes, forward_linear_workspace, context,
+              LinearShape{tokens, out_features, in_features}, spec, quantized_weight != 0, false);
 }
 
 hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x, const hot_tensor* w,
@@ -747,7 +709,7 @@ hot_status hot_forward_linear_quantized(const hot_context* context, const hot_te
 
 hot_status hot_forward_input_bytes(int64_t tokens, int64_t in_features,
                                    const hot_forward_spec* spec, size_t* bytes) {
-  return fill("forward_input_bytes", "bytes", bytes, hot::forward_input_bytes, tokens, in_features,
+  return fill("forward_input_bytes", "bytes", bytes, forward_input_bytes, tokens, in_features,
               spec);
 }
 
@@ -769,18 +731,18 @@ hot_status hot_quantize_forward_input_scaled(const hot_context* context, const h
                                              size_t workspace_bytes, hot_saved* saved) {
   return guarded("quantize_forward_input", [&](const Call& call) {
     call.check("input", input);
-    const hot::Context& c = call(context);
+    const Context& c = call(context);
     const ConstTensorView from = call(Array{"x", x});
     const ConstTensorView powers = call(OptionalArray{{"exponents", exponents}});
-    const hot::ForwardLinearSpec forward_spec = call(spec);
+    const ForwardLinearSpec forward_spec = call(spec);
     if (kept == nullptr) {
-      return write_result(
-          input, hot::quantize_forward_input(c, from, forward_spec, {data, bytes}, powers));
+      return write_result(input,
+                          quantize_forward_input(c, from, forward_spec, {data, bytes}, powers));
     }
     call.check("saved", saved);
-    const hot::ForwardInput result = hot::quantize_forward_input(
-        c, from, forward_spec, {data, bytes}, call(kept, "kept"), {saved_data, saved_bytes},
-        {workspace, workspace_bytes}, powers);
+    const ForwardInput result =
+        quantize_forward_input(c, from, forward_spec, {data, bytes}, call(kept, "kept"),
+                               {saved_data, saved_bytes}, {workspace, workspace_bytes}, powers);
     write_result(input, result.quantized);
     write_result(saved, result.saved);
   });
@@ -790,16 +752,15 @@ hot_status hot_forward_linear_input_workspace(const hot_context* context, int64_
                                               int64_t out_features, int64_t in_features,
                                               const hot_forward_spec* spec,
                                               int32_t quantized_weight, size_t* bytes) {
-  return fill("forward_linear_workspace", "bytes", bytes, hot::forward_linear_workspace, context,
-              hot::LinearShape{tokens, out_features, in_features}, spec, quantized_weight != 0,
-              true);
+  return fill("forward_linear_workspace", "bytes", bytes, forward_linear_workspace, context,
+              LinearShape{tokens, out_features, in_features}, spec, quantized_weight != 0, true);
 }
 
 hot_status hot_forward_linear_input(const hot_context* context, const hot_input* x,
                                     const hot_tensor* w, const hot_weight* weight,
                                     const hot_tensor* bias, const hot_forward_spec* spec,
                                     const hot_tensor* y, void* workspace, size_t workspace_bytes) {
-  const hot::Workspace scratch{workspace, workspace_bytes};
+  const Workspace scratch{workspace, workspace_bytes};
   if ((w == nullptr) == (weight == nullptr)) {
     return guarded("forward_linear", [&](const Call& call) {
       invalid(call.name, "w and weight are both ", w == nullptr ? "null" : "given",
@@ -812,30 +773,29 @@ hot_status hot_forward_linear_input(const hot_context* context, const hot_input*
 
 hot_status hot_weight_int4_bytes(int64_t out_features, int64_t in_features,
                                  const hot_forward_spec* spec, int32_t group, size_t* bytes) {
-  return fill("weight_int4_bytes", "bytes", bytes, hot::weight_int4_bytes, out_features,
-              in_features, Int4{spec, group});
+  return fill("weight_int4_bytes", "bytes", bytes, weight_int4_bytes, out_features, in_features,
+              Int4{spec, group});
 }
 
 hot_status hot_quantize_weight_int4(const hot_context* context, const hot_tensor* w,
                                     const hot_tensor* exponents, const hot_forward_spec* spec,
                                     int32_t group, void* data, size_t bytes, hot_weight* weight) {
-  return fill("quantize_weight_int4", "weight", weight, hot::quantize_weight_int4, context,
+  return fill("quantize_weight_int4", "weight", weight, quantize_weight_int4, context,
               Array{"w", w}, OptionalArray{{"exponents", exponents}}, Int4{spec, group},
-              hot::QuantizedWeight{data, bytes});
+              QuantizedWeight{data, bytes});
 }
 
 hot_status hot_expand_weight_int4(const hot_context* context, const hot_weight* weight,
                                   const hot_forward_spec* spec, int32_t group, void* data,
                                   size_t bytes, hot_weight* expanded) {
-  return fill("expand_weight_int4", "expanded", expanded, hot::expand_weight_int4, context,
-              Given<hot_weight>{"weight", weight}, Int4{spec, group},
-              hot::QuantizedWeight{data, bytes});
+  return fill("expand_weight_int4", "expanded", expanded, expand_weight_int4, context,
+              Given<hot_weight>{"weight", weight}, Int4{spec, group}, QuantizedWeight{data, bytes});
 }
 
 hot_status hot_dequantize_weight(const hot_context* context, const hot_weight* weight,
                                  const hot_forward_spec* spec, const hot_tensor* exponents,
                                  const hot_tensor* out) {
-  return run("dequantize_weight", hot::dequantize_weight, context, weight, spec, Array{"out", out},
+  return run("dequantize_weight", dequantize_weight, context, weight, spec, Array{"out", out},
              OptionalArray{{"exponents", exponents}});
 }
 

@@ -6,15 +6,12 @@
 #include <new>
 #include <utility>
 
-namespace hot::detail {
+namespace hot {
 
-void invalid(const char* call, const std::string& what) {
-  throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + what);
-}
-void unsupported(const char* call, const std::string& what) {
-  throw Error(ErrorCode::unsupported, std::string(call) + ": " + what);
-}
+Error::Error(ErrorCode code, const std::string& message)
+    : std::runtime_error(message), code_(code) {}
 
+namespace detail {
 namespace {
 
 using Names = std::initializer_list<const char*>;
@@ -27,6 +24,83 @@ using Sizes = std::initializer_list<std::int64_t>;
         joined_text(i == 0 ? "" : ", ", names.begin()[i], i == 0 ? " is " : " ", sizes.begin()[i]);
   }
   invalid(call, text, "; expected ", expected);
+}
+
+template <class Get>
+std::string list_text(int count, const Get& get) {
+  std::string text = "(";
+  for (int i = 0; i < count; ++i) {
+    if (i > 0) text += ", ";
+    text += get(i);
+  }
+  if (count == 1) text += ",";
+  return text + ")";
+}
+
+std::string stride_text(const ConstTensorView& view) {
+  return list_text(view.ndim, [&](int i) { return std::to_string(view.stride[i]); });
+}
+
+std::string device_text(Device device) {
+  return device.type == Device::Type::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+}
+
+bool is_empty(const ConstTensorView& view) {
+  for (int d = 0; d < view.ndim; ++d) {
+    if (view.shape[d] == 0) return true;
+  }
+  return false;
+}
+
+// Largest stride in elements. Multiplied by an element's size it is exact in 64 bits.
+constexpr std::int64_t largest_reach = std::int64_t{1} << 58;
+
+// Whether memory can have these sizes and strides. If not, their products may overflow 64 bits and
+// later checks would be wrong.
+bool addressable(const ConstTensorView& view) {
+  std::int64_t count = 1;
+  for (int d = 0; d < view.ndim; ++d) {
+    const std::int64_t size = std::max<std::int64_t>(view.shape[d], 1);
+    if (size > max_size || size > max_product / count) return false;
+    count *= size;
+  }
+  if (is_empty(view)) return true;
+  std::int64_t left = largest_reach;
+  for (int d = 0; d < view.ndim; ++d) {
+    if (view.shape[d] < 2) continue;
+    const std::int64_t limit = left / (view.shape[d] - 1);
+    if (view.stride[d] > limit || view.stride[d] < -limit) return false;
+    left -= (view.shape[d] - 1) * std::abs(view.stride[d]);
+  }
+  return true;
+}
+
+// Address range [first, last) of a view.
+std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
+  auto first = reinterpret_cast<std::uintptr_t>(view.data);
+  auto last = first;
+  const std::int64_t size = element_bytes(view.dtype);
+  for (int d = 0; d < view.ndim; ++d) {
+    const std::int64_t reach = (view.shape[d] - 1) * view.stride[d] * size;
+    (reach < 0 ? first : last) += static_cast<std::uintptr_t>(reach);
+  }
+  return {first, last + static_cast<std::uintptr_t>(size)};
+}
+
+// Whether two views lie side by side in a larger matrix: their ranges overlap, their elements not.
+bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
+  if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
+  const std::int64_t size_a = element_bytes(a.dtype), size_b = element_bytes(b.dtype);
+  // The row stride of a one-row view is arbitrary.
+  if (std::min(a.stride[0], b.stride[0]) <= 0) return false;
+  if (std::max(a.stride[0], b.stride[0]) > largest_reach) return false;
+  const std::int64_t pitch = a.stride[0] * size_a;
+  if (pitch != b.stride[0] * size_b) return false;
+  const std::int64_t width_a = a.shape[1] * size_a, width_b = b.shape[1] * size_b;
+  const auto difference = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(b.data) -
+                                                    reinterpret_cast<std::uintptr_t>(a.data));
+  const std::int64_t offset = (difference % pitch + pitch) % pitch;
+  return offset >= width_a && offset + width_b <= pitch;
 }
 
 }  // namespace
@@ -73,96 +147,6 @@ void check_granularity(const char* call, const char* name, Granularity granulari
   }
 }
 
-namespace {
-
-template <class Get>
-std::string list_text(int count, const Get& get) {
-  std::string text = "(";
-  for (int i = 0; i < count; ++i) {
-    if (i > 0) text += ", ";
-    text += get(i);
-  }
-  if (count == 1) text += ",";
-  return text + ")";
-}
-
-std::string device_text(Device device) {
-  return device.type == Device::Type::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
-}
-
-bool is_empty(const ConstTensorView& view) {
-  for (int d = 0; d < view.ndim; ++d) {
-    if (view.shape[d] == 0) return true;
-  }
-  return false;
-}
-
-// Largest stride in elements. Multiplied by an element's size it is exact in 64 bits.
-constexpr std::int64_t largest_reach = std::int64_t{1} << 58;
-
-// Whether memory can have these sizes and strides. If not, their products may overflow 64 bits and
-// later checks would be wrong.
-bool addressable(const ConstTensorView& view) {
-  std::int64_t count = 1;
-  for (int d = 0; d < view.ndim; ++d) {
-    const std::int64_t size = std::max<std::int64_t>(view.shape[d], 1);
-    if (size > max_size || size > max_product / count) return false;
-    count *= size;
-  }
-  if (is_empty(view)) return true;
-  std::int64_t left = largest_reach;
-  for (int d = 0; d < view.ndim; ++d) {
-    if (view.shape[d] < 2) continue;
-    const std::int64_t limit = left / (view.shape[d] - 1);
-    if (view.stride[d] > limit || view.stride[d] < -limit) return false;
-    left -= (view.shape[d] - 1) * std::abs(view.stride[d]);
-  }
-  return true;
-}
-
-// Address range [first, last) of a view.
-std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
-  auto first = reinterpret_cast<std::uintptr_t>(view.data);
-  auto last = first;
-  const auto size = static_cast<std::int64_t>(dtype_size(view.dtype));
-  for (int d = 0; d < view.ndim; ++d) {
-    const std::int64_t reach = (view.shape[d] - 1) * view.stride[d] * size;
-    (reach < 0 ? first : last) += static_cast<std::uintptr_t>(reach);
-  }
-  return {first, last + static_cast<std::uintptr_t>(size)};
-}
-
-// Whether two views lie side by side in a larger matrix: their ranges overlap, their elements not.
-bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
-  if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
-  const auto size_a = static_cast<std::int64_t>(dtype_size(a.dtype));
-  const auto size_b = static_cast<std::int64_t>(dtype_size(b.dtype));
-  // The row stride of a one-row view is arbitrary.
-  if (std::min(a.stride[0], b.stride[0]) <= 0) return false;
-  if (std::max(a.stride[0], b.stride[0]) > largest_reach) return false;
-  const std::int64_t pitch = a.stride[0] * size_a;
-  if (pitch != b.stride[0] * size_b) return false;
-  const std::int64_t width_a = a.shape[1] * size_a, width_b = b.shape[1] * size_b;
-  const auto difference = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(b.data) -
-                                                    reinterpret_cast<std::uintptr_t>(a.data));
-  const std::int64_t offset = (difference % pitch + pitch) % pitch;
-  return offset >= width_a && offset + width_b <= pitch;
-}
-
-}  // namespace
-
-void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
-                 std::size_t expected, BufferSize size) {
-  const bool fits = size == BufferSize::exact ? bytes == expected : bytes >= expected;
-  if (!fits || (data == nullptr && expected > 0)) {
-    invalid(call, name, " has ", data == nullptr ? 0 : bytes, " bytes; expected ", expected,
-            (size == BufferSize::exact ? " for this spec" : ""));
-  }
-  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
-    invalid(call, name, " is not aligned to 16 bytes");
-  }
-}
-
 void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
                   std::uint64_t expected) {
   if (format == expected) return;
@@ -195,14 +179,6 @@ std::string shape_text(std::initializer_list<std::int64_t> shape) {
     return size < 0 ? std::string("*") : std::to_string(size);
   });
 }
-
-namespace {
-
-std::string stride_text(const ConstTensorView& view) {
-  return list_text(view.ndim, [&](int i) { return std::to_string(view.stride[i]); });
-}
-
-}  // namespace
 
 void Checker::input(const char* name, const ConstTensorView& view,
                     std::initializer_list<DType> dtypes, int min_ndim, int max_ndim) const {
@@ -276,6 +252,21 @@ void Checker::shape(const char* name, const ConstTensorView& view,
   }
 }
 
+ConstTensorView Checker::buffer(const char* name, const void* data, std::size_t bytes,
+                                std::size_t expected, BufferSize size) const {
+  const bool fits = size == BufferSize::exact ? bytes == expected : bytes >= expected;
+  if (!fits || (data == nullptr && expected > 0)) {
+    invalid(call_, name, " has ", data == nullptr ? 0 : bytes, " bytes; expected ", expected,
+            (size == BufferSize::exact ? " for this spec" : ""));
+  }
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+    invalid(call_, name, " is not aligned to 16 bytes");
+  }
+  const auto view = vector(data, DType::i8, static_cast<std::int64_t>(expected), context_.device());
+  uses(name, view);
+  return view;
+}
+
 void Checker::rows_contiguous(const char* name, const ConstTensorView& view) const {
   if (is_empty(view)) return;
   const int last = view.ndim - 1;
@@ -342,12 +333,8 @@ MatrixOut Checker::collapsed_out(const char* name, const TensorView& view, std::
   return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
 }
 
-Codes quantized_codes(const void* data, std::int64_t rows, std::int64_t k_padded) {
-  return weight_codes(const_cast<void*>(data), rows, k_padded);
-}
-
 ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
-                              const ExpectedWeight& expected, Device device) {
+                              const ExpectedWeight& expected) {
   ResolvedWeight resolved;
   const bool outs = expected.contracts_out_features;
   if (w.quantized == nullptr) {
@@ -368,16 +355,10 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
   check_sizes(expected.call, {"out_features", "in_features"},
               {quantized.out_features, quantized.in_features});
   check_format(expected.call, "w", expected.made_by, quantized.format, expected.format);
-  check_bytes(expected.call, "w", quantized.data, quantized.bytes,
-              weight_bytes(resolved.other_size, expected.k_padded));
-  resolved.quantized = quantized_codes(quantized.data, resolved.other_size, expected.k_padded);
-  resolved.memory = bytes_view(quantized.data, quantized.bytes, device);
-  check.uses("w", resolved.memory);
+  resolved.memory = check.buffer("w", quantized.data, quantized.bytes,
+                                 weight_bytes(resolved.other_size, expected.k_padded));
+  resolved.quantized = weight_codes(quantized.data, resolved.other_size, expected.k_padded);
   return resolved;
-}
-
-ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device) {
-  return vector(data, DType::i8, static_cast<std::int64_t>(bytes), device);
 }
 
 MatrixIn matrix_of(const ConstTensorView& view) {
@@ -387,4 +368,5 @@ MatrixOut matrix_out_of(const TensorView& view) {
   return {view.data, view.dtype, view.shape[0], view.shape[1], view.stride[0], view.stride[1]};
 }
 
-}  // namespace hot::detail
+}  // namespace detail
+}  // namespace hot

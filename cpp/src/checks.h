@@ -18,6 +18,13 @@
 
 namespace hot::detail {
 
+// Name of an enumerator, from a list in the order of the enumeration.
+template <class E, std::size_t n>
+const char* name_in(const char* const (&names)[n], E value) noexcept {
+  const auto number = static_cast<std::size_t>(value);
+  return number < n ? names[number] : "unknown";
+}
+
 // Joins words and numbers.
 template <class... Parts>
 std::string joined_text(const Parts&... parts) {
@@ -55,13 +62,12 @@ void check_counted_sizes(const char* call, std::initializer_list<const char*> na
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
 
-// Required length of a buffer of codes and scales.
-enum class BufferSize { exact, at_least };
-void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
-                 std::size_t expected, BufferSize size = BufferSize::exact);
 // Refuses a buffer made with another spec. `made_by` is the function that makes such buffers.
 void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
                   std::uint64_t expected);
+
+// Required length of a buffer of codes and scales.
+enum class BufferSize { exact, at_least };
 
 // Converts the exception being handled to a Support.
 Support refusal() noexcept;
@@ -97,6 +103,10 @@ class Checker {
               int min_ndim, int max_ndim) const;
   void shape(const char* name, const ConstTensorView& view,
              std::initializer_list<std::int64_t> expected) const;
+  // Checks a buffer of codes and scales on the context's device, registers its `expected` bytes as
+  // `uses` does, and returns their view.
+  ConstTensorView buffer(const char* name, const void* data, std::size_t bytes,
+                         std::size_t expected, BufferSize size = BufferSize::exact) const;
   void rows_contiguous(const char* name, const ConstTensorView& view) const;
   void disjoint(const char* name, const ConstTensorView& out, const char* other_name,
                 const ConstTensorView& other) const;
@@ -142,13 +152,8 @@ struct ResolvedWeight {
   std::int64_t other_size = 0;       // size of w that is not contracted
   ConstTensorView memory{};          // memory that outputs must not overlap
 };
-// Read-only codes. (const is cast away, because Codes are writable.)
-Codes quantized_codes(const void* data, std::int64_t rows, std::int64_t k_padded);
-ResolvedWeight resolve_weight(const Checker&, const WeightArgument&, const ExpectedWeight&,
-                              Device device);
+ResolvedWeight resolve_weight(const Checker&, const WeightArgument&, const ExpectedWeight&);
 
-// View of a buffer, for overlap checks.
-ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device);
 MatrixIn matrix_of(const ConstTensorView& view);  // view of 2 dimensions
 MatrixOut matrix_out_of(const TensorView& view);
 

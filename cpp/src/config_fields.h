@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.h"
 #include "fingerprint.h"
 #include "hot/backward_linear.h"
 #include "hot/error.h"
@@ -86,7 +87,7 @@ template <class E>
 std::string names_of(Choices<E> choices, const char* quote = "'") {
   std::string text;
   for (const Choice<E>& one : choices) {
-    text += (text.empty() ? "" : ", ") + (quote + std::string(one.name)) + quote;
+    text += joined_text(text.empty() ? "" : ", ", quote, one.name, quote);
   }
   return text;
 }
@@ -96,8 +97,7 @@ E parse_choice(const char* field, std::string_view text, Choices<E> choices) {
   for (const Choice<E>& one : choices) {
     if (text == one.name) return one.value;
   }
-  throw Error(ErrorCode::invalid_argument, std::string(field) + ": '" + std::string(text) +
-                                               "' is not one of " + names_of(choices));
+  invalid(field, "'", text, "' is not one of ", names_of(choices));
 }
 
 // Buffers whose bytes depend on a field: a saved x, a quantised weight. Their fingerprints hash it.
@@ -215,9 +215,8 @@ void check_choices(const char* call, const Spec& spec) {
       for (const auto& one : f.choices) {
         if (one.value == value) return;
       }
-      throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + f.name + " is " +
-                                                   name_of(all_choices<T>, value) + "; expected " +
-                                                   names_of(f.choices, ""));
+      invalid(call, f.name, " is ", name_of(all_choices<T>, value), "; expected ",
+              names_of(f.choices, ""));
     }
   });
 }
@@ -251,7 +250,7 @@ std::string field_text(const Row& f, const T& value) {
     return std::to_string(value);
   } else if constexpr (std::is_same_v<T, TokenLayout>) {
     if (value.grid_h == 0 && value.grid_w == 0) return "";
-    return std::to_string(value.grid_h) + "," + std::to_string(value.grid_w);
+    return joined_text(value.grid_h, ",", value.grid_w);
   } else {
     std::string text;
     for (const int one : value) text += (text.empty() ? "" : ",") + std::to_string(one);
@@ -263,8 +262,7 @@ std::string field_text(const Row& f, const T& value) {
 template <class Row, class T>
 void set_field_text(const Row& f, std::string_view text, T& value) {
   const auto refuse = [&](const char* expected) {
-    throw Error(ErrorCode::invalid_argument,
-                std::string(f.name) + ": '" + std::string(text) + "' is not " + expected);
+    invalid(f.name, "'", text, "' is not ", expected);
   };
   const auto number = [&](std::string_view digits) {
     int out = 0;
@@ -298,20 +296,22 @@ void set_field_text(const Row& f, std::string_view text, T& value) {
   }
 }
 
+// Name of a recipe, or null (recipes.cpp).
+const char* recipe_name(int index) noexcept;
+
 // Calls visit(row) for the field `name`. Throws if there is none.
 template <class Spec, class Visit>
 void with_field(std::string_view name, const Visit& visit) {
   bool exists = false;
   std::string known;
   for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
-    known += (known.empty() ? "" : ", ") + std::string(f.name);
+    known += joined_text(known.empty() ? "" : ", ", f.name);
     if (name != f.name) return;
     exists = true;
     visit(f);
   });
   if (!exists) {
-    throw Error(ErrorCode::invalid_argument,
-                "no field '" + std::string(name) + "'; fields: " + known);
+    throw Error(ErrorCode::invalid_argument, joined_text("no field '", name, "'; fields: ", known));
   }
 }
 
@@ -336,10 +336,9 @@ void to_c(const Spec& spec, C& out) {
 
 // Inverse of to_c; `name` is that of the argument. Throws for an invalid number.
 template <class Spec, class C>
-Spec from_c(const char* call, const std::string& name, const C& from) {
-  const auto refuse = [&](const char* member, const std::string& value, const std::string& known) {
-    throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + "." + member +
-                                                 " is " + value + "; expected " + known);
+Spec from_c(const char* call, const char* name, const C& from) {
+  const auto refuse = [&](const char* member, auto value, const auto&... expected) {
+    invalid(call, name, ".", member, " is ", value, "; expected ", expected...);
   };
   Spec out;
   for_each_field(FieldsOf<Spec>{}, [&](const auto& f) {
@@ -353,24 +352,22 @@ Spec from_c(const char* call, const std::string& name, const C& from) {
           value = one.value;
           return;
         }
-        known += (known.empty() ? "" : ", ") + std::to_string(one.number) + " (" + one.name + ")";
+        known += joined_text(known.empty() ? "" : ", ", one.number, " (", one.name, ")");
       }
-      refuse(f.name, std::to_string(number), known);
+      refuse(f.name, number, known);
     } else if constexpr (std::is_same_v<T, TokenLayout>) {
       value.grid_h = from.grid_h;
       value.grid_w = from.grid_w;
     } else if constexpr (std::is_same_v<T, std::vector<int>>) {
       if (from.row_count > static_cast<std::size_t>(max_low_rank_block)) {
-        refuse("row_count", std::to_string(from.row_count),
-               "at most " + std::to_string(max_low_rank_block));
+        refuse("row_count", from.row_count, "at most ", max_low_rank_block);
       }
-      if (from.row_count > 0 && from.rows == nullptr) {
-        throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + ".rows is null");
-      }
-      if (from.row_count > 0) value.assign(from.rows, from.rows + from.row_count);
+      if (from.row_count == 0) return;
+      if (from.rows == nullptr) invalid(call, name, ".rows is null");
+      value.assign(from.rows, from.rows + from.row_count);
     } else if constexpr (std::is_same_v<T, bool>) {
       const std::int32_t number = from.*f.c;
-      if (number != 0 && number != 1) refuse(f.name, std::to_string(number), "0 or 1");
+      if (number != 0 && number != 1) refuse(f.name, number, "0 or 1");
       value = number == 1;
     } else {
       value = from.*f.c;

@@ -20,17 +20,8 @@
 namespace hot {
 
 const char* isa_name(Isa isa) noexcept {
-  switch (isa) {
-    case Isa::plain:
-      return "plain";
-    case Isa::avx2:
-      return "avx2";
-    case Isa::avx512:
-      return "avx512";
-    case Isa::amx:
-      return "amx";
-  }
-  return "unknown";
+  constexpr const char* names[] = {"plain", "avx2", "avx512", "amx"};
+  return detail::name_in(names, isa);
 }
 
 #if HOT_X86
@@ -105,9 +96,7 @@ Context Context::cpu(int threads) {
 }
 
 Context Context::cpu(const Executor& executor, int threads) {
-  if (executor.run == nullptr) {
-    throw Error(ErrorCode::invalid_argument, "Context::cpu: executor.run is null");
-  }
+  if (executor.run == nullptr) detail::invalid("Context::cpu", "executor.run is null");
   Context context;
   context.isa_ = best_isa();
   context.pool_ = std::make_shared<ThreadPool>(thread_count(threads), executor);

@@ -4,10 +4,14 @@
 #include <cstddef>
 #include <vector>
 
+#include "checks.h"
 #include "cuda_device.h"
 #include "kernels.h"
 
 namespace hot {
+
+using detail::joined_text;
+
 namespace {
 
 constexpr int oldest = 80;  // the kernels use mma.sync for 8-bit integers and cp.async
@@ -82,29 +86,20 @@ const Arch* best(const std::vector<Arch>& archs, int code, bool (*runs)(const Ar
 }  // namespace
 
 const char* level_name(DeviceVerdict::Level level) noexcept {
-  switch (level) {
-    case DeviceVerdict::Level::none:
-      return "none";
-    case DeviceVerdict::Level::slow:
-      return "slow";
-    case DeviceVerdict::Level::full:
-      return "full";
-  }
-  return "unknown";
+  constexpr const char* names[] = {"none", "slow", "full"};
+  return detail::name_in(names, level);
 }
 
 DeviceVerdict judge_device(int major, int minor, const std::string& architectures, bool wgmma) {
   using Level = DeviceVerdict::Level;
   const int code = major * 10 + minor;
-  const std::string gpu =
-      "compute capability " + std::to_string(major) + "." + std::to_string(minor);
-  if (code < oldest) {
-    return {Level::none, gpu + ": the kernels need 8.0 (Ampere) or newer"};
-  }
+  const std::string gpu = joined_text("compute capability ", major, ".", minor);
+  if (code < oldest) return {Level::none, gpu + ": the kernels need 8.0 (Ampere) or newer"};
   const std::vector<Arch> archs = parse_archs(architectures);
   // Only 90a has wgmma.
-  const std::string wanted = std::to_string(code) + (code == 90 ? "a" : "") + "-real";
-  const std::string again = "; rebuild on a machine with this GPU, or with CUDAARCHS=" + wanted;
+  const std::string again =
+      joined_text("; rebuild on a machine with this GPU, or with CUDAARCHS=", code,
+                  code == 90 ? "a" : "", "-real");
   if (archs.empty()) return {Level::none, gpu + ": this build has no kernels" + again};
 
   const Arch* const machine_code = best(archs, code, runs_code);
@@ -120,10 +115,10 @@ DeviceVerdict judge_device(int major, int minor, const std::string& architecture
           : "PTX of " + name_of(*ptx) + ", which the driver compiles at first use";
   if (code == 90 && !wgmma) {
     return {Level::slow,
-            gpu + ": " + kernels +
-                ", with mma.sync products: this build lacks the wgmma kernels, which need the "
-                "CUTLASS headers (scripts/fetch_cutlass.py) and the architecture 90a" +
-                again};
+            joined_text(gpu, ": ", kernels,
+                        ", with mma.sync products: this build lacks the wgmma kernels, which need "
+                        "the CUTLASS headers (scripts/fetch_cutlass.py) and the architecture 90a",
+                        again)};
   }
   if (machine_code == nullptr) return {Level::slow, gpu + ": " + kernels + again};
   return {Level::full, gpu + ": " + kernels + (code == 90 ? ", wgmma products" : "")};

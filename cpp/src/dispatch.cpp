@@ -1,6 +1,6 @@
 // Public functions of the single stages: check the arguments, select the backend, call it. All
 // checks run before anything is written.
-#include <string>
+#include <algorithm>
 
 #include "arithmetic.h"
 #include "checks.h"
@@ -23,10 +23,6 @@ bool same_elements(const ConstTensorView& a, const ConstTensorView& b) {
     if (a.shape[d] > 1 && a.stride[d] != b.stride[d]) return false;
   }
   return true;
-}
-
-void check_bits(const char* call, const char* name, int bits) {
-  if (bits != 4 && bits != 8) invalid(call, name, " is ", bits, "; expected 4 or 8");
 }
 
 }  // namespace
@@ -52,9 +48,7 @@ void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
     invalid("fwht", "x has ", x.shape[along], " elements along axis ", axis,
             "; expected a multiple of block = ", block);
   }
-  bool same_shape = out.ndim == x.ndim;
-  for (int d = 0; same_shape && d < x.ndim; ++d) same_shape = out.shape[d] == x.shape[d];
-  if (!same_shape) {
+  if (out.ndim != x.ndim || !std::equal(x.shape, x.shape + x.ndim, out.shape)) {
     invalid("fwht", "out has shape ", shape_text(out), "; expected that of x, ", shape_text(x));
   }
   if (!same_elements(x, out)) check.disjoint("out", out, "x", x);
@@ -97,7 +91,9 @@ void quantize(const Context& context, const ConstTensorView& x, const QuantSpec&
               const TensorView& q, const TensorView& scale) {
   const StandardArithmetic arithmetic;
   const Checker check("quantize", context);
-  check_bits("quantize", "bits", spec.bits);
+  if (spec.bits != 4 && spec.bits != 8) {
+    invalid("quantize", "bits is ", spec.bits, "; expected 4 or 8");
+  }
   check_rounding("quantize", "rounding", spec.rounding);
   check_granularity("quantize", "scale", spec.scale);
   check.input("x", x, float_dtypes, 2, 2);
@@ -244,15 +240,6 @@ struct GemmScratch {
         b(cursor.take<std::int8_t>(n * k)) {}
 };
 
-}  // namespace
-
-std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k) {
-  check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
-  return GemmScratch(context, m, n, k, nullptr).cursor.bytes();
-}
-
-namespace {
-
 const float* checked_scale(const Checker& check, const char* call, const char* name,
                            const ConstTensorView& scale, std::int64_t size, const TensorView& out,
                            std::int64_t& step) {
@@ -325,6 +312,11 @@ void run_gemm(const char* call, const Context& context, const ConstTensorView& a
 }
 
 }  // namespace
+
+std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k) {
+  check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
+  return GemmScratch(context, m, n, k, nullptr).cursor.bytes();
+}
 
 void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
                const ConstTensorView& a_scale, const ConstTensorView& b_scale, const GemmSpec& spec,

@@ -44,16 +44,11 @@ constexpr NamedDevice named_devices[] = {
     {120, "RTX 5090", 170, 101376, 102400, 1536, 838e12, 1.79e12, "published"},
 };
 
-const NamedDevice* find_device(int arch) {
-  for (const NamedDevice& device : named_devices) {
-    if (device.arch == arch) return &device;
-  }
-  return nullptr;
-}
-
 std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
 
-std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
+bool is_float(DType dtype) {
+  return std::find(float_dtypes.begin(), float_dtypes.end(), dtype) != float_dtypes.end();
+}
 
 // Answers for a device that is not present. A present device asks CUTLASS.
 class Model final : public DeviceQueries {
@@ -97,7 +92,7 @@ struct Amounts {
   ByBuffer bytes, operations;
 };
 
-std::int64_t size_of(const MatrixIn& x) { return x.rows * x.cols * size_of(x.dtype); }
+std::int64_t size_of(const MatrixIn& x) { return x.rows * x.cols * element_bytes(x.dtype); }
 std::int64_t size_of(const Codes& codes) { return codes.rows * codes.k_padded + 4 * codes.scales; }
 std::int64_t size_of(const Groups& groups) {
   const std::int64_t scales = ceil_div(groups.tokens, int4_group);
@@ -175,9 +170,7 @@ struct Names {
 Names names_of(const Step& step) {
   if (step.writes.has(Buffer::y)) return {"y", "out_features", "in_features"};
   if (step.writes.has(Buffer::gx)) return {"g_x", "in_features", "out_features"};
-  if (step.writes.has(Buffer::gw)) {
-    return {"g_w", "in_features", "rows of tokens"};
-  }
+  if (step.writes.has(Buffer::gw)) return {"g_w", "in_features", "rows of tokens"};
   if (step.writes.has(Buffer::out)) return {"out", "N", "K"};
   if (step.reads.has(Buffer::gy)) return {"g_y", "out_features", ""};
   return {step.reads.has(Buffer::w) ? "w" : "x", "in_features", "K"};
@@ -209,7 +202,7 @@ void add_reasons(ExplainedStep& e, const Plan& plan, const Step& step) {
   for (const Refusal& passed : plan.passed(step)) {
     const std::string why = words(passed.reason.why, step, passed.reason);
     if (passed.kernel != step.kernel) {
-      e.passed_over.push_back(std::string(info(passed.kernel).name) + ": " + why);
+      e.passed_over.push_back(joined_text(info(passed.kernel).name, ": ", why));
     }
     if (passed.cost == nullptr) continue;
     const std::string cost = words(passed.cost, step, passed.reason);
@@ -228,12 +221,14 @@ std::string fixed(double value, const char* unit) {
   return text.data();
 }
 
-struct Rates {
-  double operations = 0, bandwidth = 0;
+// Device of an explanation. `named` has its figures, or is null.
+struct Target {
+  const DeviceFacts& facts;
+  const NamedDevice* named;
 };
 
 void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& amounts,
-               const Rates& rates) {
+               const NamedDevice* named) {
   for (const Step& step : plan) {
     ExplainedStep e;
     e.call = call;
@@ -268,9 +263,9 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
     all.bytes_read += e.bytes_read;
     all.bytes_written += e.bytes_written;
     all.operations += e.operations;
-    if (rates.bandwidth > 0) {
-      const double bytes = static_cast<double>(e.bytes_read + e.bytes_written) / rates.bandwidth;
-      all.floor_us += 1e6 * std::max(bytes, static_cast<double>(e.operations) / rates.operations);
+    if (named != nullptr) {
+      const double bytes = static_cast<double>(e.bytes_read + e.bytes_written) / named->bandwidth;
+      all.floor_us += 1e6 * std::max(bytes, static_cast<double>(e.operations) / named->operations);
     }
     if (!e.slow.empty() && std::find(all.slow.begin(), all.slow.end(), e.slow) == all.slow.end()) {
       all.slow.push_back(e.slow);
@@ -280,53 +275,50 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
 }
 
 // Adds the steps of a call, and returns the size of its workspace.
-std::size_t add_call(Explanation& all, const DeviceFacts& facts, const Rates& rates, Work work) {
-  const Plan plan = plan_of(facts, work);
-  add_steps(all, work.call, plan, amounts_of(work, plan), rates);
+std::size_t add_call(Explanation& all, const Target& target, Work work) {
+  const Plan plan = plan_of(target.facts, work);
+  add_steps(all, work.call, plan, amounts_of(work, plan), target.named);
   return take_scratch(work, nullptr, plan.scratch);
 }
 
 // ---- the forward product -----------------------------------------------------------------------
 
-void add_forward(Explanation& all, const DeviceFacts& facts, const Rates& rates,
-                 const LinearShape& shape, const BackwardLinearSpec& spec,
-                 const ExplainOptions& options) {
+void add_forward(Explanation& all, const Target& target, const LinearShape& shape,
+                 const BackwardLinearSpec& spec, const ExplainOptions& options) {
   const auto [L, O, I] = shape;
   ForwardCall call = forward_shape(options.forward, shape, options.dtype, options.compress,
                                    options.quantized_forward_weight);
   if (options.quantized_forward_weight && O > 0) {
     Work work{"quantize_forward_weight"};
     add_forward_operand(work, Source::w, call.w, options.forward, nullptr);
-    add_call(all, facts, rates, work);
+    add_call(all, target, work);
   }
   if (options.compress) {
     Work work{"quantize_forward_input"};
     add_forward_operand(work, Source::x, call.x, options.forward, nullptr);
     add_saved_x(work, {}, call.x, saved_shape(shape, spec), spec);
-    add_call(all, facts, rates, work);
+    add_call(all, target, work);
   }
   if (L == 0 || O == 0) return;
   if (options.bias) call.bias = shape_in(options.bias_dtype, 1, O);
-  all.workspace = add_call(all, facts, rates, operands_of(call));
+  all.workspace = add_call(all, target, operands_of(call));
 }
 
-// Writes the device and the rates of the floor into `all`, and returns the rates.
-Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& facts,
-                 const NamedDevice* named) {
-  all.device = name_of(facts.arch) + " (" +
-               (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
-               std::to_string(facts.sm_count) + " SMs)";
+// Writes the device and the rates of the floor into `all`.
+void set_device(Explanation& all, std::string_view device, const Target& target) {
+  const auto& [facts, named] = target;
+  const std::string gpu = named == nullptr ? "" : joined_text(named->gpu, ", ");
+  all.device = joined_text(name_of(facts.arch), " (", gpu, facts.sm_count, " SMs)");
   for (int i = 0; i < feature_count; ++i) {
     const auto feature = static_cast<Feature>(i);
     if (facts.hardware.has(feature) && !facts.kernels.has(feature)) {
       all.lacks.emplace_back(feature_name(feature));
     }
   }
-  if (device != name_of(facts.arch)) all.device = std::string(device) + ", " + all.device;
-  if (named == nullptr) return {};
-  all.rates = fixed(named->operations / 1e12, " TOPS") + " and " +
-              fixed(named->bandwidth / 1e12, " TB/s") + ", " + named->rates;
-  return {named->operations, named->bandwidth};
+  if (device != name_of(facts.arch)) all.device = joined_text(device, ", ", all.device);
+  if (named == nullptr) return;
+  all.rates = joined_text(fixed(named->operations / 1e12, " TOPS"), " and ",
+                          fixed(named->bandwidth / 1e12, " TB/s"), ", ", named->rates);
 }
 
 // ---- text --------------------------------------------------------------------------------------
@@ -351,46 +343,44 @@ std::string padded(std::string text, std::size_t width) {
 
 std::string text_of(const Explanation& e, const std::string& title) {
   std::string text = title + ", on " + e.device + "\n";
-  if (!e.lacks.empty()) text += "no kernels in this build: " + joined(e.lacks) + "\n";
+  const auto add = [&](const auto&... parts) { text += joined_text(parts...); };
+  if (!e.lacks.empty()) add("no kernels in this build: ", joined(e.lacks), "\n");
   std::string call;
   int number = 0;
   for (const ExplainedStep& step : e.steps) {
     if (step.call != call) text += "\n" + (call = step.call) + "\n";
-    const std::string grid =
-        step.blocks == 0 ? "" : std::to_string(step.blocks) + " x " + std::to_string(step.threads);
-    text += padded(padded(" " + std::to_string(++number), 4) + step.kernel, 44) + padded(grid, 14) +
-            padded(step.cluster > 1 ? "clusters of " + std::to_string(step.cluster) : "", 16) +
-            padded("reads " + bytes_text(step.bytes_read), 16) +
-            padded("writes " + bytes_text(step.bytes_written), 17) + joined(step.reads) + " -> " +
-            joined(step.writes) + (step.independent ? "  (overlaps)" : "") + "\n";
-    if (!step.slow.empty()) text += "    slow: " + step.slow + "\n";
+    const std::string grid = step.blocks == 0 ? "" : joined_text(step.blocks, " x ", step.threads);
+    add(padded(padded(joined_text(" ", ++number), 4) + step.kernel, 44), padded(grid, 14),
+        padded(step.cluster > 1 ? joined_text("clusters of ", step.cluster) : "", 16),
+        padded("reads " + bytes_text(step.bytes_read), 16),
+        padded("writes " + bytes_text(step.bytes_written), 17), joined(step.reads), " -> ",
+        joined(step.writes), step.independent ? "  (overlaps)" : "", "\n");
+    if (!step.slow.empty()) add("    slow: ", step.slow, "\n");
     for (const std::string& passed : step.passed_over) {
       const bool told = step.slow.find(passed.substr(passed.find(": "))) != std::string::npos;
-      if (!told) text += "    not " + passed + "\n";
+      if (!told) add("    not ", passed, "\n");
     }
   }
   text += "\n";
   if (e.gy_passes > 0) {
-    text +=
-        "g_y is read " + std::to_string(e.gy_passes) + (e.gy_passes == 1 ? " time; " : " times; ");
+    add("g_y is read ", e.gy_passes, e.gy_passes == 1 ? " time; " : " times; ");
   }
-  text += "in all " + bytes_text(e.bytes_read) + " read, " + bytes_text(e.bytes_written) +
-          " written, " + fixed(static_cast<double>(e.operations) / 1e9, "") +
-          " billion operations\nworkspace: " + bytes_text(static_cast<std::int64_t>(e.workspace)) +
-          "\n";
-  if (e.floor_us > 0) text += "floor: " + fixed(e.floor_us, " us") + " at " + e.rates + "\n";
+  add("in all ", bytes_text(e.bytes_read), " read, ", bytes_text(e.bytes_written), " written, ",
+      fixed(static_cast<double>(e.operations) / 1e9, ""),
+      " billion operations\nworkspace: ", bytes_text(static_cast<std::int64_t>(e.workspace)), "\n");
+  if (e.floor_us > 0) add("floor: ", fixed(e.floor_us, " us"), " at ", e.rates, "\n");
   return text;
 }
 
 // ---- the call ----------------------------------------------------------------------------------
 
-// Calls call(facts, figures) for a named architecture or a present device. `figures` may be null.
+// Calls call(target) for a named architecture or a present device.
 void with_device(std::string_view device, bool wgmma,
-                 const std::function<void(const DeviceFacts&, const NamedDevice*)>& call) {
+                 const std::function<void(const Target&)>& call) {
   for (const NamedDevice& named : named_devices) {
     if (device != name_of(named.arch)) continue;
     const Model model;
-    return call(facts_of(named, model, wgmma), &named);
+    return call({facts_of(named, model, wgmma), &named});
   }
   const std::string_view prefix = "cuda:";
   const std::string_view digits =
@@ -403,8 +393,12 @@ void with_device(std::string_view device, bool wgmma,
             joined(explain_devices()));
   }
   const Context context = Context::cuda(std::stoi(std::string(digits)), nullptr);
-  with_device_facts(context,
-                    [&](const DeviceFacts& facts) { call(facts, find_device(facts.arch)); });
+  with_device_facts(context, [&](const DeviceFacts& facts) {
+    const auto* const named =
+        std::find_if(std::begin(named_devices), std::end(named_devices),
+                     [&](const NamedDevice& one) { return one.arch == facts.arch; });
+    call({facts, named == std::end(named_devices) ? nullptr : named});
+  });
 }
 
 }  // namespace
@@ -421,7 +415,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     invalid(call_name, "options request no output; set at least one of y, compress, gx, gw, gb");
   }
   for (const DType dtype : {options.dtype, options.gw_dtype, options.bias_dtype}) {
-    if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
+    if (!is_float(dtype)) {
       invalid(call_name, "dtype is ", dtype_name(dtype), "; expected float32, float16 or bfloat16");
     }
   }
@@ -433,15 +427,15 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                       {shape.tokens, shape.out_features, shape.in_features});
 
   Explanation all;
-  with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
+  with_device(device, options.wgmma, [&](const Target& target) {
     const auto [L, O, I] = shape;
-    const Rates rates = set_device(all, device, facts, named);
-    if (options.y) add_forward(all, facts, rates, shape, spec, options);
+    set_device(all, device, target);
+    if (options.y) add_forward(all, target, shape, spec, options);
     const bool elements = L > 0 && I > 0;
     if (options.compress && !options.y) {
       Work work{"compress_activation"};
       add_saved_x(work, {}, shape_in(options.dtype, L, I), saved_shape(shape, spec), spec);
-      add_call(all, facts, rates, work);
+      add_call(all, target, work);
     }
     if (!options.gx && !options.gw && !options.gb) return;
     BackwardCall call = backward_shape(spec, shape, options.dtype, options.gw_dtype, options.gx,
@@ -451,13 +445,13 @@ Explanation explain(std::string_view device, const LinearShape& shape,
       Work work{"quantize_weight"};
       add_weight(work, call.w, spec, nullptr);
       call.quantized = work.operands.at(Source::w, Along::column).out;
-      add_call(all, facts, rates, work);
+      add_call(all, target, work);
     }
-    all.workspace = std::max(all.workspace, add_call(all, facts, rates, operands_of(call)));
+    all.workspace = std::max(all.workspace, add_call(all, target, operands_of(call)));
   });
-  all.text = text_of(
-      all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +
-               std::to_string(shape.out_features) + " features, " + dtype_name(options.dtype));
+  all.text =
+      text_of(all, joined_text(shape.tokens, " tokens, ", shape.in_features, " -> ",
+                               shape.out_features, " features, ", dtype_name(options.dtype)));
   return all;
 }
 
@@ -466,26 +460,23 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
   const char* const call = "explain_gemm";
   check_counted_sizes(call, {"m", "n", "k"}, {m, n, k});
   const bool bare = options.out_dtype == DType::i32;
-  if (!bare && options.out_dtype != DType::f32 && options.out_dtype != DType::f16 &&
-      options.out_dtype != DType::bf16) {
+  if (!bare && !is_float(options.out_dtype)) {
     invalid(call, "out_dtype is ", dtype_name(options.out_dtype),
             "; expected float32, float16, bfloat16 or int32");
   }
   Explanation all;
-  with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
-    const std::int64_t size = size_of(options.out_dtype);
+  with_device(device, options.wgmma, [&](const Target& target) {
+    const DeviceFacts& facts = target.facts;
+    const std::int64_t size = element_bytes(options.out_dtype);
     const std::int64_t row_bytes = options.int4 ? (k + 1) / 2 : k;
-    ProductShape p;
-    p.m = m;
-    p.n = n;
-    p.k = k;
+    ProductShape p{m, n, k};
     p.rows_aligned = k % 16 == 0;
     p.scaled = !bare;
     p.one_scale_a = m == 1;
     p.one_scale_b = n == 1;
     p.accumulate = options.accumulate;
     p.out = {options.out_dtype, true, n * size % 16 == 0};
-    const Rates rates = set_device(all, device, facts, named);
+    set_device(all, device, target);
     const Plan plan =
         options.int4 ? plan_gemm_int4(facts, p, row_bytes % 16 == 0) : plan_gemm(facts, p);
     Amounts amounts;
@@ -497,16 +488,15 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     amounts.bytes[Buffer::broadcast_a] = 4 * m;
     amounts.bytes[Buffer::broadcast_b] = 4 * n;
     amounts.operations[Buffer::out] = 2 * m * n * k;
-    add_steps(all, options.int4 ? "gemm_int4" : "gemm_int8", plan, amounts, rates);
+    add_steps(all, options.int4 ? "gemm_int4" : "gemm_int8", plan, amounts, target.named);
     WorkspaceCursor cursor;
     cursor.take<char>(static_cast<std::int64_t>(gemm_workspace(facts, m, n, k)));
     cursor.take<std::int8_t>(m * k);
     cursor.take<std::int8_t>(n * k);
     all.workspace = cursor.bytes();
   });
-  all.text = text_of(all, std::to_string(m) + " x " + std::to_string(n) + " x " +
-                              std::to_string(k) + (options.int4 ? ", INT4, " : ", INT8, ") +
-                              dtype_name(options.out_dtype) + " out");
+  all.text = text_of(all, joined_text(m, " x ", n, " x ", k, options.int4 ? ", INT4, " : ", INT8, ",
+                                      dtype_name(options.out_dtype), " out"));
   return all;
 }
 

@@ -41,8 +41,7 @@ struct InputArgument {
 };
 
 // Checks x, writes x and its sizes into `call`, and returns x's memory.
-ConstTensorView resolve_input(const Checker& check, const Context& context, const InputArgument& x,
-                              ForwardCall& call) {
+ConstTensorView resolve_input(const Checker& check, const InputArgument& x, ForwardCall& call) {
   LinearShape& shape = call.shape;
   if (x.quantized == nullptr) {
     check.input("x", *x.view, float_dtypes, 2, max_dims);
@@ -56,12 +55,11 @@ ConstTensorView resolve_input(const Checker& check, const Context& context, cons
   check_format(forward_name, "x", "quantize_forward_input", codes.format,
                forward_input_format(call.spec));
   const std::int64_t k = forward_k(codes.in_features, call.spec);
-  check_bytes(forward_name, "x", codes.data, codes.bytes, weight_bytes(codes.tokens, k));
   shape.tokens = codes.tokens;
   shape.in_features = codes.in_features;
-  call.quantized_x = quantized_codes(codes.data, codes.tokens, k);
-  const ConstTensorView memory = bytes_view(codes.data, codes.bytes, context.device());
-  check.uses("x", memory);
+  const ConstTensorView memory =
+      check.buffer("x", codes.data, codes.bytes, weight_bytes(codes.tokens, k));
+  call.quantized_x = weight_codes(codes.data, codes.tokens, k);
   return memory;
 }
 
@@ -73,12 +71,11 @@ void check_and_run(const Context& context, const InputArgument& given_x, const W
   check_forward_spec(forward_name, spec);
   ForwardCall call{spec, {}};
   LinearShape& shape = call.shape;
-  const ConstTensorView x = resolve_input(check, context, given_x, call);
+  const ConstTensorView x = resolve_input(check, given_x, call);
   const ResolvedWeight weight =
       resolve_weight(check, w,
                      {forward_name, "quantize_forward_weight", forward_weight_format(spec), false,
-                      shape.in_features, "x", forward_k(shape.in_features, spec)},
-                     x.device);
+                      shape.in_features, "x", forward_k(shape.in_features, spec)});
   call.w = weight.matrix;
   call.quantized_w = weight.quantized;
   shape.out_features = weight.other_size;
@@ -127,9 +124,8 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
   check_forward_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = matrix_of(w);
-  const std::int64_t k = forward_k(weight.cols, spec);
-  check_bytes(call, "out", out.data, out.bytes, weight_bytes(weight.rows, k));
-  check.disjoint("out", bytes_view(out.data, out.bytes, w.device), "w", w);
+  const std::size_t bytes = weight_bytes(weight.rows, forward_k(weight.cols, spec));
+  check.disjoint("out", check.buffer("out", out.data, out.bytes, bytes), "w", w);
   Work work{call};
   add_forward_operand(work, Source::w, weight, spec, out.data);
   backend_of(context).run(context, work, check, {});
@@ -146,8 +142,7 @@ void dequantize_weight(const Context& context, const ConstQuantizedWeight& w,
   const ResolvedWeight weight =
       resolve_weight(check, {nullptr, &w},
                      {call, "quantize_forward_weight", forward_weight_format(spec), false,
-                      w.in_features, "w", forward_k(w.in_features, spec)},
-                     context.device());
+                      w.in_features, "w", forward_k(w.in_features, spec)});
   check.output("out", out, float_dtypes, 2, 2);
   check.shape("out", out, {w.out_features, w.in_features});
   check.disjoint("out", out, "w", weight.memory);
@@ -185,19 +180,18 @@ ForwardInput quantize_input(const Context& context, const ConstTensorView& x,
   check_forward_spec(input_name, spec);
   check.input("x", x, float_dtypes, 2, max_dims);
   const MatrixIn rows = check.collapsed("x", x);
-  const std::int64_t k = forward_k(rows.cols, spec);
-  check_bytes(input_name, "out", out.data, out.bytes, weight_bytes(rows.rows, k));
-  const ConstTensorView memory = bytes_view(out.data, out.bytes, x.device);
+  const std::size_t bytes = weight_bytes(rows.rows, forward_k(rows.cols, spec));
+  const ConstTensorView memory = check.buffer("out", out.data, out.bytes, bytes);
   check.disjoint("out", memory, "x", x);
   const ColumnPowers powers = column_powers(check, input_name, exponents, rows.cols, true);
   check.disjoint("out", memory, "exponents", exponents);
-  check.uses("out", memory);
   ForwardInput result{{out.data, out.bytes, rows.rows, rows.cols, forward_input_format(spec)}, {}};
   Work work{input_name};
   add_forward_operand(work, Source::x, rows, spec, out.data, powers);
   if (kept != nullptr) {
     result.saved = check_saved_x(check, context, x, rows, *kept, saved, work);
-    const ConstTensorView saved_memory = bytes_view(saved.data, result.saved.bytes, x.device);
+    const ConstTensorView saved_memory =
+        vector(saved.data, DType::i8, static_cast<std::int64_t>(result.saved.bytes), x.device);
     check.disjoint("saved", saved_memory, "out", memory);
     check.disjoint("saved", saved_memory, "exponents", exponents);
   }

@@ -1,6 +1,5 @@
 // Rows that a basis keeps, and the order of the tokens, for all backends.
 #include <algorithm>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -103,10 +102,8 @@ void check_low_rank(const LowRank& spec) {
   }
   if (spec.basis == Basis::full) return;
   check_block(spec.block);
-  if (spec.rows.empty()) {
-    if (spec.rank < 1 || spec.rank > spec.block) {
-      refuse("rank is ", spec.rank, "; expected 1 to block = ", spec.block);
-    }
+  if (spec.rows.empty() && (spec.rank < 1 || spec.rank > spec.block)) {
+    refuse("rank is ", spec.rank, "; expected 1 to block = ", spec.block);
   }
   for (auto row = spec.rows.begin(); row != spec.rows.end(); ++row) {
     if (*row < 0 || *row >= spec.block) {

@@ -119,6 +119,10 @@ inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
 }
 inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
 
+inline std::int64_t element_bytes(DType dtype) {
+  return static_cast<std::int64_t>(dtype_size(dtype));
+}
+
 // Index of an element's scale.
 constexpr std::int64_t scale_at(Granularity scale, std::int64_t row, std::int64_t col) {
   return scale == Granularity::token ? row : scale == Granularity::channel ? col : 0;
@@ -158,9 +162,10 @@ struct Groups {
 inline std::size_t weight_bytes(std::int64_t rows, std::int64_t k_padded) {
   return static_cast<std::size_t>(rows) * (static_cast<std::size_t>(k_padded) + sizeof(float));
 }
-inline Codes weight_codes(void* data, std::int64_t rows, std::int64_t k_padded) {
+// Codes are writable, also those of a caller's buffer that is only read.
+inline Codes weight_codes(const void* data, std::int64_t rows, std::int64_t k_padded) {
   if (data == nullptr) return {nullptr, nullptr, rows, k_padded, rows};
-  auto* bytes = static_cast<std::int8_t*>(data);
+  auto* bytes = static_cast<std::int8_t*>(const_cast<void*>(data));
   return {bytes, reinterpret_cast<float*>(bytes + rows * k_padded), rows, k_padded, rows};
 }
 

@@ -1,10 +1,12 @@
-// Table of recipes, also read by Python's HotConfig.recipe and the C ABI.
+// Table of recipes, also read by Python's HotConfig.recipe and the C ABI. Names of enumerators,
+// read from the table of fields.
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "config_fields.h"
 #include "hot/backward_linear.h"
-#include "hot/error.h"
 
 namespace hot {
 namespace {
@@ -44,16 +46,33 @@ BackwardLinearSpec recipe(std::string_view name) {
       entry.change(spec);
       return spec;
     }
-    known += (known.empty() ? "'" : ", '") + std::string(entry.name) + "'";
+    known += detail::joined_text(known.empty() ? "'" : ", '", entry.name, "'");
   }
-  throw Error(ErrorCode::invalid_argument,
-              "recipe: name is '" + std::string(name) + "'; expected one of " + known);
+  detail::invalid("recipe", "name is '", name, "'; expected one of ", known);
+}
+
+const char* detail::recipe_name(int index) noexcept {
+  const bool known = index >= 0 && index < static_cast<int>(std::size(recipes));
+  return known ? recipes[index].name : nullptr;
 }
 
 std::vector<std::string> recipe_names() {
   std::vector<std::string> names;
   for (const Recipe& entry : recipes) names.emplace_back(entry.name);
   return names;
+}
+
+const char* granularity_name(Granularity granularity) noexcept {
+  return detail::name_of(detail::Choices<Granularity>(detail::granularities), granularity);
+}
+const char* rounding_name(Rounding rounding) noexcept {
+  return detail::name_of(detail::Choices<Rounding>(detail::roundings), rounding);
+}
+const char* basis_name(Basis basis) noexcept {
+  return detail::name_of(detail::Choices<Basis>(detail::bases), basis);
+}
+const char* storage_name(Storage storage) noexcept {
+  return detail::name_of(detail::Choices<Storage>(detail::storages), storage);
 }
 
 }  // namespace hot

@@ -1,8 +1,6 @@
 // weight_int4: checks, then the backend. No arithmetic here.
 #include "hot/weight_int4.h"
 
-#include <string>
-
 #include "arithmetic.h"
 #include "checks.h"
 #include "fingerprint.h"
@@ -11,25 +9,20 @@
 
 namespace hot {
 
-using detail::backend_of;
-using detail::bytes_view;
-using detail::Checker;
+using namespace detail;
 
 namespace {
 
-constexpr const char* expand_name = "expand_weight_int4";
-
 // Checks the spec and returns the length of a row of codes.
 std::int64_t row_length(const char* call, std::int64_t in_features, const WeightInt4Spec& spec) {
-  detail::check_forward_spec(call, spec.forward);
+  check_forward_spec(call, spec.forward);
   if (spec.group != 32 && spec.group != 64) {
-    detail::invalid(call, "group is ", spec.group, "; expected 32 or 64");
+    invalid(call, "group is ", spec.group, "; expected 32 or 64");
   }
-  const std::int64_t k = detail::forward_k(in_features, spec.forward);
+  const std::int64_t k = forward_k(in_features, spec.forward);
   if (k % spec.group != 0) {
-    detail::invalid(call, "w has ", in_features, " in features, ", k,
-                    " after padding to whole blocks of ", spec.forward.hadamard_block,
-                    "; expected a multiple of group = ", spec.group);
+    invalid(call, "w has ", in_features, " in features, ", k, " after padding to whole blocks of ",
+            spec.forward.hadamard_block, "; expected a multiple of group = ", spec.group);
   }
   return k;
 }
@@ -38,58 +31,53 @@ std::int64_t row_length(const char* call, std::int64_t in_features, const Weight
 
 std::uint64_t weight_int4_format(const WeightInt4Spec& spec) {
   row_length("weight_int4_format", 0, spec);
-  return detail::Fingerprint().add('4').add(spec.forward.hadamard_block).add(spec.group).value();
+  return Fingerprint().add('4').add(spec.forward.hadamard_block).add(spec.group).value();
 }
 
 std::size_t weight_int4_bytes(std::int64_t out_features, std::int64_t in_features,
                               const WeightInt4Spec& spec) {
   const char* const call = "weight_int4_bytes";
-  detail::check_sizes(call, {"out_features", "in_features"}, {out_features, in_features});
-  return detail::int4_weight_bytes(out_features, row_length(call, in_features, spec), spec.group);
+  check_sizes(call, {"out_features", "in_features"}, {out_features, in_features});
+  return int4_weight_bytes(out_features, row_length(call, in_features, spec), spec.group);
 }
 
 ConstQuantizedWeight quantize_weight_int4(const Context& context, const ConstTensorView& w,
                                           const ConstTensorView& exponents,
                                           const WeightInt4Spec& spec, const QuantizedWeight& out) {
-  const detail::StandardArithmetic arithmetic;
+  const StandardArithmetic arithmetic;
   const char* const call = "quantize_weight_int4";
   const Checker check(call, context);
-  check.input("w", w, detail::float_dtypes, 2, 2);
-  const detail::MatrixIn weight = detail::matrix_of(w);
+  check.input("w", w, float_dtypes, 2, 2);
+  const MatrixIn weight = matrix_of(w);
   const std::int64_t k = row_length(call, weight.cols, spec);
-  detail::check_bytes(call, "out", out.data, out.bytes,
-                      detail::int4_weight_bytes(weight.rows, k, spec.group));
-  const detail::ColumnPowers powers =
-      detail::column_powers(check, call, exponents, weight.cols, false);
-  const ConstTensorView memory = bytes_view(out.data, out.bytes, w.device);
+  const ConstTensorView memory =
+      check.buffer("out", out.data, out.bytes, int4_weight_bytes(weight.rows, k, spec.group));
+  const ColumnPowers powers = column_powers(check, call, exponents, weight.cols, false);
   check.disjoint("out", memory, "w", w);
   check.disjoint("out", memory, "exponents", exponents);
   if (weight.rows > 0) {
-    backend_of(context).quantize_weight_int4(
-        context, {weight, spec.forward.hadamard_block, powers,
-                  detail::int4_weight(out.data, weight.rows, k, spec.group)});
+    backend_of(context).quantize_weight_int4(context,
+                                             {weight, spec.forward.hadamard_block, powers,
+                                              int4_weight(out.data, weight.rows, k, spec.group)});
   }
   return {out.data, out.bytes, weight.rows, weight.cols, weight_int4_format(spec)};
 }
 
 ConstQuantizedWeight expand_weight_int4(const Context& context, const ConstQuantizedWeight& w,
                                         const WeightInt4Spec& spec, const QuantizedWeight& out) {
-  detail::check_sizes(expand_name, {"out_features", "in_features"},
-                      {w.out_features, w.in_features});
-  const std::int64_t k = row_length(expand_name, w.in_features, spec);
-  detail::check_format(expand_name, "w", "quantize_weight_int4", w.format,
-                       weight_int4_format(spec));
-  detail::check_bytes(expand_name, "w", w.data, w.bytes,
-                      detail::int4_weight_bytes(w.out_features, k, spec.group));
-  detail::check_bytes(expand_name, "out", out.data, out.bytes,
-                      detail::weight_bytes(w.out_features, k));
-  Checker(expand_name, context)
-      .disjoint("out", bytes_view(out.data, out.bytes, context.device()), "w",
-                bytes_view(w.data, w.bytes, context.device()));
+  const char* const call = "expand_weight_int4";
+  check_sizes(call, {"out_features", "in_features"}, {w.out_features, w.in_features});
+  const std::int64_t k = row_length(call, w.in_features, spec);
+  check_format(call, "w", "quantize_weight_int4", w.format, weight_int4_format(spec));
+  const Checker check(call, context);
+  const ConstTensorView from =
+      check.buffer("w", w.data, w.bytes, int4_weight_bytes(w.out_features, k, spec.group));
+  check.disjoint("out", check.buffer("out", out.data, out.bytes, weight_bytes(w.out_features, k)),
+                 "w", from);
   if (w.out_features > 0) {
     backend_of(context).expand_weight_int4(
-        context, detail::int4_weight(const_cast<void*>(w.data), w.out_features, k, spec.group),
-        detail::weight_codes(out.data, w.out_features, k));
+        context, int4_weight(const_cast<void*>(w.data), w.out_features, k, spec.group),
+        weight_codes(out.data, w.out_features, k));
   }
   return {out.data, out.bytes, w.out_features, w.in_features, forward_weight_format(spec.forward)};
 }

@@ -27,6 +27,55 @@ OperandQuant activation_quant(const BackwardLinearSpec& spec) {
 }
 constexpr OperandQuant forward_quant{8, false, false, Rounding::nearest, Purpose::quantize};
 
+// ---- products ----------------------------------------------------------------------------------
+
+bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
+
+// Writes the codes of its operands into a product.
+void take_codes(const Operand& a, const Operand& b, WorkProduct& product) {
+  GemmArgs& args = product.args;
+  args.a = a.out.codes;
+  args.b = b.out.codes;
+  args.a_scale = a.out.scale;
+  args.b_scale = b.out.scale;
+  args.a_scale_step = a.out.scales == 1 ? 0 : 1;
+  args.b_scale_step = b.out.scales == 1 ? 0 : 1;
+}
+
+// Adds the product of two operands.
+WorkProduct& add_product(Work& work, int number, Result result, const Operand& a, const Operand& b,
+                         const MatrixOut& out) {
+  WorkProduct& product = work.products[number];
+  product.result = result;
+  product.a = static_cast<int>(&a - work.operands.begin());
+  product.b = static_cast<int>(&b - work.operands.begin());
+  product.args.out = out;
+  product.args.m = a.out.rows;
+  product.args.n = b.out.rows;
+  product.args.k = product.args.lda = product.args.ldb = a.out.k_padded;
+  product.args.inv_divisor = 1.0F / static_cast<float>(b.transform.divisor);
+  take_codes(a, b, product);
+  return product;
+}
+
+// Makes a product that only writes zeros.
+void add_zeros(Work& work, int number, Result result, const MatrixOut& out) {
+  WorkProduct& product = work.products[number];
+  product.result = result;
+  product.clear = true;
+  product.args.out = out;
+  product.args.m = out.rows;
+  product.args.n = out.cols;
+}
+
+// Marks an operand whose codes the call makes in its workspace, or that the caller has quantised.
+void place(Operand& operand, const std::optional<Codes>& quantized) {
+  operand.scratch = !quantized;
+  if (!quantized) return;
+  operand.from = From::codes;
+  operand.out = *quantized;
+}
+
 }  // namespace
 
 // ---- the table ---------------------------------------------------------------------------------
@@ -118,57 +167,6 @@ SavedX saved_x(const void* data, const SavedLayout& layout, std::int64_t tokens,
 }
 
 // ---- calls -------------------------------------------------------------------------------------
-
-namespace {
-
-bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
-
-// Writes the codes of its operands into a product.
-void take_codes(const Operand& a, const Operand& b, WorkProduct& product) {
-  GemmArgs& args = product.args;
-  args.a = a.out.codes;
-  args.b = b.out.codes;
-  args.a_scale = a.out.scale;
-  args.b_scale = b.out.scale;
-  args.a_scale_step = a.out.scales == 1 ? 0 : 1;
-  args.b_scale_step = b.out.scales == 1 ? 0 : 1;
-}
-
-// Adds the product of two operands.
-WorkProduct& add_product(Work& work, int number, Result result, const Operand& a, const Operand& b,
-                         const MatrixOut& out) {
-  WorkProduct& product = work.products[number];
-  product.result = result;
-  product.a = static_cast<int>(&a - work.operands.begin());
-  product.b = static_cast<int>(&b - work.operands.begin());
-  product.args.out = out;
-  product.args.m = a.out.rows;
-  product.args.n = b.out.rows;
-  product.args.k = product.args.lda = product.args.ldb = a.out.k_padded;
-  product.args.inv_divisor = 1.0F / static_cast<float>(b.transform.divisor);
-  take_codes(a, b, product);
-  return product;
-}
-
-// Makes a product that only writes zeros.
-void add_zeros(Work& work, int number, Result result, const MatrixOut& out) {
-  WorkProduct& product = work.products[number];
-  product.result = result;
-  product.clear = true;
-  product.args.out = out;
-  product.args.m = out.rows;
-  product.args.n = out.cols;
-}
-
-// Marks an operand whose codes the call makes in its workspace, or that the caller has quantised.
-void place(Operand& operand, const std::optional<Codes>& quantized) {
-  operand.scratch = !quantized;
-  if (!quantized) return;
-  operand.from = From::codes;
-  operand.out = *quantized;
-}
-
-}  // namespace
 
 BackwardCall backward_shape(const BackwardLinearSpec& spec, const LinearShape& shape, DType dtype,
                             DType gw_dtype, bool gx, bool gw, bool gb) {

@@ -47,10 +47,9 @@ void atomic_max(std::uint32_t* pattern, std::uint32_t value) {
 
 void load_run(const SimdKernels& simd, const void* data, DType dtype, std::int64_t first,
               std::int64_t stride, std::int64_t count, float* dst) {
-  const auto size = static_cast<std::int64_t>(dtype_size(dtype));
   if (stride == 1) {
-    simd.load(static_cast<const char*>(data) + first * size, dtype, count, dst);
-    return;
+    return simd.load(static_cast<const char*>(data) + first * element_bytes(dtype), dtype, count,
+                     dst);
   }
   if (dtype == DType::f32) {
     const auto* p = static_cast<const float*>(data) + first;
@@ -58,19 +57,16 @@ void load_run(const SimdKernels& simd, const void* data, DType dtype, std::int64
     return;
   }
   const auto* p = static_cast<const std::uint16_t*>(data) + first;
-  if (dtype == DType::bf16) {
-    for (std::int64_t i = 0; i < count; ++i) dst[i] = bf16_to_float(p[i * stride]);
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) dst[i] = f16_to_float(p[i * stride]);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint16_t half = p[i * stride];
+    dst[i] = dtype == DType::bf16 ? bf16_to_float(half) : f16_to_float(half);
   }
 }
 
 void store_run(const SimdKernels& simd, const float* src, std::int64_t count, void* data,
                DType dtype, std::int64_t first, std::int64_t stride) {
-  const auto size = static_cast<std::int64_t>(dtype_size(dtype));
   if (stride == 1) {
-    simd.store(src, count, dtype, static_cast<char*>(data) + first * size);
-    return;
+    return simd.store(src, count, dtype, static_cast<char*>(data) + first * element_bytes(dtype));
   }
   if (dtype == DType::f32) {
     auto* p = static_cast<float*>(data) + first;
@@ -78,10 +74,8 @@ void store_run(const SimdKernels& simd, const float* src, std::int64_t count, vo
     return;
   }
   auto* p = static_cast<std::uint16_t*>(data) + first;
-  if (dtype == DType::bf16) {
-    for (std::int64_t i = 0; i < count; ++i) p[i * stride] = float_to_bf16(src[i]);
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) p[i * stride] = float_to_f16(src[i]);
+  for (std::int64_t i = 0; i < count; ++i) {
+    p[i * stride] = dtype == DType::bf16 ? float_to_bf16(src[i]) : float_to_f16(src[i]);
   }
 }
 
@@ -114,7 +108,7 @@ ColumnStrip::ColumnStrip(const SimdKernels& simd, const MatrixIn& x, std::int64_
       x_(x),
       col_(col),
       count_(count),
-      size_(static_cast<std::int64_t>(dtype_size(x.dtype))),
+      size_(element_bytes(x.dtype)),
       bytes_together_(x.col_stride == 1 ? count * size_ : 0),
       plain_(x.col_stride == 1) {}
 

@@ -1,6 +1,8 @@
 // The CPU backend, the executable definition of docs/numerics.md. Inner loops are in simd_*.cpp.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/phase.h"
 #include "cpu/simd.h"
 #include "cpu/thread_pool.h"
@@ -50,6 +52,35 @@ class CpuBackend final : public Backend {
 void token_exponents(const Context&, const Operand&);
 void compress_groups(const Context&, const Operand&);
 
+// Elements per task: few enough to balance the threads, enough to outweigh the cost of a task.
+std::int64_t task_elements(const Context&, std::int64_t total);
+
+// Items (rows, blocks) of `size` elements each, divided into tasks.
+class ItemTasks {
+ public:
+  ItemTasks(const Context& context, std::int64_t items, std::int64_t size)
+      : items_(items),
+        per_task_(std::max<std::int64_t>(
+            1, task_elements(context, items * size) / std::max<std::int64_t>(1, size))) {}
+  std::int64_t count() const { return ceil_div(items_, per_task_); }
+  // Calls visit(item) for the items of a task.
+  template <class Visit>
+  void each(std::int64_t task, const Visit& visit) const {
+    const std::int64_t end = std::min(items_, (task + 1) * per_task_);
+    for (std::int64_t item = task * per_task_; item < end; ++item) visit(item);
+  }
+
+ private:
+  std::int64_t items_, per_task_;
+};
+// Calls visit(item) for all items, on the threads of the context.
+template <class Visit>
+void for_each_item(const Context& context, std::int64_t items, std::int64_t size,
+                   const Visit& visit) {
+  const ItemTasks tasks(context, items, size);
+  context.pool()->run(tasks.count(), [&](std::int64_t task) { tasks.each(task, visit); });
+}
+
 // The following stages consist of parts. A part adds its tasks to a phase of the backward pass and
 // may read only results of earlier phases. A single scale is the first element of `scale`.
 
@@ -59,11 +90,11 @@ class QuantizeRows {
   QuantizeRows(const Context&, const Operand&);
   // Makes `codes` also find the largest values of x's columns (bit patterns), which saves a read of
   // x. Requires at most most_found columns and a scale per row.
-  void find_columns(std::uint32_t* amax);
+  void find_columns(std::uint32_t* amax) { columns_ = amax; }
   static constexpr std::int64_t most_found = 4096;
 
   void add_largest(Phase&) const;  // only for a single scale
-  void add_codes(Phase&) const;
+  void add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_.count(), *this); }
   void finish() const;
 
  private:
@@ -73,7 +104,7 @@ class QuantizeRows {
   const SimdKernels& simd_;
   const Operand& job_;
   Rounder rounder_;
-  std::int64_t per_task_, tasks_;
+  ItemTasks tasks_;
   std::uint32_t* columns_ = nullptr;
 };
 
@@ -81,7 +112,7 @@ class QuantizeRows {
 class RequantizeGroups {
  public:
   RequantizeGroups(const Context&, const Operand&);
-  void add_codes(Phase&) const;
+  void add_codes(Phase& phase) const { phase.add<&RequantizeGroups::codes>(tasks_.count(), *this); }
 
  private:
   void codes(std::int64_t task) const;
@@ -89,7 +120,7 @@ class RequantizeGroups {
   const SimdKernels& simd_;
   const Operand& job_;
   Rounder rounder_;
-  std::int64_t per_task_;
+  ItemTasks tasks_;
 };
 
 // Rows of a strip that QuantizeColumns keeps on the stack (384 KB) between largest values and
@@ -121,10 +152,10 @@ class StripTasks {
 class QuantizeColumns {
  public:
   QuantizeColumns(const Context&, const Operand&);
-  std::uint32_t* amax() const;
+  std::uint32_t* amax() const { return reinterpret_cast<std::uint32_t*>(job_.out.scale); }
   void add_largest(Phase&) const;                         // also writes the codes of whole strips
   void add_codes(Phase&, bool amax_known = false) const;  // amax_known: amax() is filled
-  void add_finish(Phase&) const;
+  void add_finish(Phase& phase) const { phase.add<&QuantizeColumns::finish>(1, *this); }
 
  private:
   class Writer;
@@ -146,7 +177,9 @@ class SumColumns {
  public:
   SumColumns(const Context& context, const ColumnSum& sum)
       : simd_(simd_kernels(context.isa())), x_(sum.x), out_(sum.out), accumulate_(sum.accumulate) {}
-  void add_sums(Phase&) const;
+  void add_sums(Phase& phase) const {
+    phase.add<&SumColumns::sum>(ceil_div(x_.cols, strip_columns), *this);
+  }
 
  private:
   void sum(std::int64_t strip) const;
@@ -161,9 +194,9 @@ class SumColumns {
 class Product {
  public:
   Product(const Context&, const GemmArgs&, void* workspace);
-  void add_panels(Phase&) const;
+  void add_panels(Phase& phase) const { phase.add<&Product::pack>(panels_ * chunks_, *this); }
   void add_bias(Phase&) const;
-  void add_tiles(Phase&) const;
+  void add_tiles(Phase& phase) const { phase.add<&Product::multiply>(row_tasks_ * slices_, *this); }
 
  private:
   struct Range {
@@ -237,8 +270,5 @@ void patterns_to_scales(float* scale, std::int64_t count, int bits);
 
 // Atomic *pattern = max(*pattern, value).
 void atomic_max(std::uint32_t* pattern, std::uint32_t value);
-
-// Elements per task: few enough to balance the threads, enough to outweigh the cost of a task.
-std::int64_t task_elements(const Context&, std::int64_t total);
 
 }  // namespace hot::detail

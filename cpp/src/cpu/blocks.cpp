@@ -14,15 +14,11 @@ constexpr std::int64_t block = BlockParts::block;
 // and how many of its values exist.
 template <class Visit>
 void each_block(const Context& context, const BlockParts& parts, const Visit& visit) {
-  const std::int64_t total = parts.count * parts.blocks;
-  const std::int64_t per_task = rows_per_task(context, total, block);
-  context.pool()->run(ceil_div(total, per_task), [&](std::int64_t task) {
-    for (std::int64_t b = task * per_task; b < std::min(total, (task + 1) * per_task); ++b) {
-      const std::int64_t part = b / parts.blocks, i = b % parts.blocks;
-      const std::int64_t first = part * parts.size + i * block;
-      const std::int64_t end = std::min(parts.values, (part + 1) * parts.size);
-      visit(part, i, first, std::clamp<std::int64_t>(end - first, 0, block));
-    }
+  for_each_item(context, parts.count * parts.blocks, block, [&](std::int64_t b) {
+    const std::int64_t part = b / parts.blocks, i = b % parts.blocks;
+    const std::int64_t first = part * parts.size + i * block;
+    const std::int64_t end = std::min(parts.values, (part + 1) * parts.size);
+    visit(part, i, first, std::clamp<std::int64_t>(end - first, 0, block));
   });
 }
 
@@ -40,14 +36,10 @@ void CpuBackend::encode_blocks(const Context& context, const EncodeBlocksJob& jo
                const Scale s = make_scale(simd.amax(v, block, 0), 8);
                std::int8_t* const wire = job.wire + part * parts.bytes();
                std::memcpy(wire + parts.blocks * block + i * 4, &s.scale, 4);
-               if (s.keep == 0) {
-                 std::memset(wire + i * block, 0, block);
-                 return;
-               }
                Rounder rounder{job.rounding, 8, key};
                rounder.key.stream_purpose += static_cast<std::uint32_t>(part) * stream_step;
-               simd.quantize_row(v, block, &s.inv, false, rounder,
-                                 static_cast<std::uint64_t>(i * (block / 16)), wire + i * block);
+               write_codes(simd, v, block, s, rounder, static_cast<std::uint64_t>(i * (block / 16)),
+                           wire + i * block);
              });
 }
 

@@ -2,7 +2,6 @@
 // task multiplies `gemm_task_rows` rows of a by all panels of a slice, tile by tile. Sums stay in
 // registers for the whole contraction. The epilogue dequantises the tile.
 #include <algorithm>
-#include <cstring>
 
 #include "cpu/backend.h"
 
@@ -136,16 +135,8 @@ Product::Product(const Context& context, const GemmArgs& args, void* workspace)
   slices_ = std::min(panels_, ceil_div(std::int64_t{8} * context.threads(), row_tasks_));
 }
 
-void Product::add_panels(Phase& phase) const {
-  phase.add<&Product::pack>(panels_ * chunks_, *this);
-}
-
 void Product::add_bias(Phase& phase) const {
   if (simd_.gemm.row_bias != nullptr) phase.add<&Product::find_bias>(row_tasks_, *this);
-}
-
-void Product::add_tiles(Phase& phase) const {
-  phase.add<&Product::multiply>(row_tasks_ * slices_, *this);
 }
 
 char* Product::panel_at(std::int64_t panel, std::int64_t chunk) const {
@@ -221,11 +212,9 @@ void CpuBackend::gemm(const Context& context, const GemmArgs& args, void* worksp
 void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::int8_t* a,
                            std::int8_t* b, void* workspace) const {
   const std::int64_t m = packed.m, n = packed.n, k = packed.k, bytes = ceil_div(k, 2);
-  if (m > 0 && k > 0) {
+  if (k > 0) {
     unpack_int4(context, {packed.a, DType::i4x2, m, bytes, packed.lda, 1},
                 {a, DType::i8, m, k, k, 1});
-  }
-  if (n > 0 && k > 0) {
     unpack_int4(context, {packed.b, DType::i4x2, n, bytes, packed.ldb, 1},
                 {b, DType::i8, n, k, k, 1});
   }

@@ -32,21 +32,16 @@ void fwht_fibres(const Context& context, const SimdKernels& simd, const FwhtArgs
   constexpr std::int64_t buffer_size = max_fwht_block;
   const std::int64_t run = std::min(blocks, std::max<std::int64_t>(1, 4096 / args.block));
   const std::int64_t runs = ceil_div(blocks, run);
-  const std::int64_t total = fibres * runs;
-  const std::int64_t per_task = std::max<std::int64_t>(
-      1, task_elements(context, fibres * args.axis_length) / (run * args.block));
-  context.pool()->run(ceil_div(total, per_task), [&](std::int64_t task) {
+  for_each_item(context, fibres * runs, run * args.block, [&](std::int64_t i) {
     float buffer[buffer_size];
-    for (std::int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); ++i) {
-      const OuterIndex at = outer_index(args, i / runs, args.outer_dims);
-      const std::int64_t start = i % runs * run * args.block;
-      const std::int64_t count = std::min(run * args.block, args.axis_length - start);
-      load_run(simd, args.x, args.x_dtype, at.x + start * args.axis_stride_x, args.axis_stride_x,
-               count, buffer);
-      simd.fwht_row(buffer, count, args.block);
-      store_run(simd, buffer, count, args.out, args.out_dtype,
-                at.out + start * args.axis_stride_out, args.axis_stride_out);
-    }
+    const OuterIndex at = outer_index(args, i / runs, args.outer_dims);
+    const std::int64_t start = i % runs * run * args.block;
+    const std::int64_t count = std::min(run * args.block, args.axis_length - start);
+    load_run(simd, args.x, args.x_dtype, at.x + start * args.axis_stride_x, args.axis_stride_x,
+             count, buffer);
+    simd.fwht_row(buffer, count, args.block);
+    store_run(simd, buffer, count, args.out, args.out_dtype, at.out + start * args.axis_stride_out,
+              args.axis_stride_out);
   });
 }
 
@@ -58,26 +53,21 @@ void fwht_strips(const Context& context, const SimdKernels& simd, const FwhtArgs
   for (int d = 0; d < last; ++d) planes *= args.outer_shape[d];
   const std::int64_t strips = ceil_div(width, strip_columns);
   const std::int64_t blocks = args.axis_length / args.block;
-  const std::int64_t total = planes * blocks * strips;
-  const std::int64_t per_task = std::max<std::int64_t>(
-      1, task_elements(context, planes * width * args.axis_length) / (strip_columns * args.block));
-  context.pool()->run(ceil_div(total, per_task), [&](std::int64_t task) {
+  for_each_item(context, planes * blocks * strips, strip_columns * args.block, [&](std::int64_t i) {
     float strip[strip_block_limit * strip_columns];
-    for (std::int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); ++i) {
-      const OuterIndex at = outer_index(args, i / (blocks * strips), last);
-      const std::int64_t row = i / strips % blocks * args.block;
-      const std::int64_t col = i % strips * strip_columns;
-      const std::int64_t cols = std::min<std::int64_t>(strip_columns, width - col);
-      if (cols < strip_columns) std::fill(strip, strip + args.block * strip_columns, 0.0F);
-      for (std::int64_t r = 0; r < args.block; ++r) {
-        load_run(simd, args.x, args.x_dtype, at.x + (row + r) * args.axis_stride_x + col, 1, cols,
-                 strip + r * strip_columns);
-      }
-      simd.fwht_strip(strip, args.block);
-      for (std::int64_t r = 0; r < args.block; ++r) {
-        store_run(simd, strip + r * strip_columns, cols, args.out, args.out_dtype,
-                  at.out + (row + r) * args.axis_stride_out + col, 1);
-      }
+    const OuterIndex at = outer_index(args, i / (blocks * strips), last);
+    const std::int64_t row = i / strips % blocks * args.block;
+    const std::int64_t col = i % strips * strip_columns;
+    const std::int64_t cols = std::min<std::int64_t>(strip_columns, width - col);
+    if (cols < strip_columns) std::fill(strip, strip + args.block * strip_columns, 0.0F);
+    for (std::int64_t r = 0; r < args.block; ++r) {
+      load_run(simd, args.x, args.x_dtype, at.x + (row + r) * args.axis_stride_x + col, 1, cols,
+               strip + r * strip_columns);
+    }
+    simd.fwht_strip(strip, args.block);
+    for (std::int64_t r = 0; r < args.block; ++r) {
+      store_run(simd, strip + r * strip_columns, cols, args.out, args.out_dtype,
+                at.out + (row + r) * args.axis_stride_out + col, 1);
     }
   });
 }

@@ -88,21 +88,16 @@ class Strip {
   }
 
   void project(std::int64_t block, float* to) {
-    if (p_.basis == Basis::full) {
-      load_block(block, to);
-    } else if (p_.basis == Basis::sketch) {
-      project_sketch(block, to);
-    } else if (p_.rank == p_.block) {
-      load_block(block, to);
-      simd_.fwht_strip(to, p_.block);
-    } else {
-      load_block(block, raw_);
-      simd_.fwht_strip(raw_, p_.block);
-      for (int i = 0; i < p_.rank; ++i) {
-        std::memcpy(to + i * strip_columns,
-                    raw_ + p_.rows[static_cast<std::size_t>(i)] * strip_columns,
-                    strip_columns * sizeof(float));
-      }
+    if (p_.basis == Basis::sketch) return project_sketch(block, to);
+    const bool all_rows = p_.rank == p_.block;
+    float* const rows = all_rows ? to : raw_;
+    load_block(block, rows);
+    if (p_.basis != Basis::full) simd_.fwht_strip(rows, p_.block);
+    if (all_rows) return;
+    for (int i = 0; i < p_.rank; ++i) {
+      std::memcpy(to + i * strip_columns,
+                  raw_ + p_.rows[static_cast<std::size_t>(i)] * strip_columns,
+                  strip_columns * sizeof(float));
     }
   }
 
@@ -190,10 +185,6 @@ QuantizeColumns::QuantizeColumns(const Context& context, const Operand& job)
       tasks_(context, job.x, job.transform, !job.quant.per_tensor && !job.quant.per_contraction),
       scales_(job.quant.per_tensor ? 1 : job.out.scales) {
   std::fill_n(amax(), scales_, 0U);
-}
-
-std::uint32_t* QuantizeColumns::amax() const {
-  return reinterpret_cast<std::uint32_t*>(job_.out.scale);
 }
 
 void QuantizeColumns::add_largest(Phase& phase) const {
@@ -293,19 +284,11 @@ void QuantizeColumns::whole(std::int64_t task) const {
   }
 }
 
-void QuantizeColumns::add_finish(Phase& phase) const {
-  phase.add<&QuantizeColumns::finish>(1, *this);
-}
-
 void QuantizeColumns::finish(std::int64_t) const {
   const Codes& out = job_.out;
   patterns_to_scales(out.scale, scales_, job_.quant.bits);
   // Repeats a single scale as CUDA does, so that both backends read the same quantised weight.
   if (job_.quant.per_tensor) std::fill(out.scale + 1, out.scale + out.scales, out.scale[0]);
-}
-
-void SumColumns::add_sums(Phase& phase) const {
-  phase.add<&SumColumns::sum>(ceil_div(x_.cols, strip_columns), *this);
 }
 
 // Sums of a strip's columns. Blocks of 16 tokens are added in the order of row 0 of their FWHT, 64

@@ -1,5 +1,4 @@
 // Stage: INT4 packing.
-#include <algorithm>
 #include <cstring>
 
 #include "cpu/backend.h"
@@ -49,25 +48,17 @@ void unpack_row(const std::uint8_t* packed, std::int64_t count, std::int8_t* out
 }  // namespace
 
 void CpuBackend::pack_int4(const Context& context, const MatrixIn& q, const MatrixOut& out) const {
-  const std::int64_t per_task =
-      std::max<std::int64_t>(1, task_elements(context, q.rows * q.cols) / q.cols);
-  context.pool()->run(ceil_div(q.rows, per_task), [&](std::int64_t task) {
-    for (std::int64_t r = task * per_task; r < std::min(q.rows, (task + 1) * per_task); ++r) {
-      pack_row(static_cast<const std::int8_t*>(q.data) + r * q.row_stride, q.cols,
-               static_cast<std::uint8_t*>(out.data) + r * out.row_stride);
-    }
+  for_each_item(context, q.rows, q.cols, [&](std::int64_t r) {
+    pack_row(static_cast<const std::int8_t*>(q.data) + r * q.row_stride, q.cols,
+             static_cast<std::uint8_t*>(out.data) + r * out.row_stride);
   });
 }
 
 void CpuBackend::unpack_int4(const Context& context, const MatrixIn& packed,
                              const MatrixOut& out) const {
-  const std::int64_t per_task =
-      std::max<std::int64_t>(1, task_elements(context, out.rows * out.cols) / out.cols);
-  context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
-    for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {
-      unpack_row(static_cast<const std::uint8_t*>(packed.data) + r * packed.row_stride, out.cols,
-                 static_cast<std::int8_t*>(out.data) + r * out.row_stride);
-    }
+  for_each_item(context, out.rows, out.cols, [&](std::int64_t r) {
+    unpack_row(static_cast<const std::uint8_t*>(packed.data) + r * packed.row_stride, out.cols,
+               static_cast<std::int8_t*>(out.data) + r * out.row_stride);
   });
 }
 

@@ -13,13 +13,18 @@ constexpr std::int64_t chunk = Row::chunk;
 constexpr std::int64_t group = 16;  // elements of one block of random bits
 constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 
-void write_codes(const SimdKernels& simd, const float* v, std::int64_t count, const Scale& scale,
-                 const Rounder& rounder, std::uint64_t blk, std::int8_t* out) {
-  if (scale.keep == 0) {
-    std::memset(out, 0, static_cast<std::size_t>(count));
-  } else {
-    simd.quantize_row(v, count, &scale.inv, false, rounder, blk, out);
-  }
+// Biased exponent of the power of two at or below a token's mean magnitude. `largest` is the biased
+// exponent of the token's largest value, 27 to 254.
+std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t token, int largest,
+                            std::int64_t cols) {
+  const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
+  std::int64_t sum = 0;
+  row.chunks(token, [&](std::int64_t, std::int64_t count, const float* v) {
+    sum += simd.sum_magnitudes(v, count, unit);
+  });
+  const float mean = static_cast<float>(sum) / static_cast<float>(cols);
+  const int exponent = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
+  return static_cast<std::uint8_t>(std::clamp(exponent, 27, 227));
 }
 
 }  // namespace
@@ -41,54 +46,40 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
   if (x.rows == 0 || x.cols == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
   const Rounder rounder{spec.rounding, spec.bits, random_key(context.key(), Purpose::quantize)};
-  const bool packed = q.dtype == DType::i4x2;
-  const std::int64_t per_task = rows_per_task(context, x.rows, x.cols);
-  const std::int64_t tasks = ceil_div(x.rows, per_task);
+  const bool packed = q.dtype == DType::i4x2, by_column = spec.scale == Granularity::channel;
 
-  context.pool()->run(tasks, [&](std::int64_t task) {
+  for_each_item(context, x.rows, x.cols, [&](std::int64_t r) {
     Row row(simd, x, 1, x.cols);
-    std::uint32_t largest = 0;
-    for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
-      if (spec.scale == Granularity::token) {
-        amax[r] = row.amax(r, 0);
-      } else if (spec.scale == Granularity::tensor) {
-        largest = row.amax(r, largest);
-      } else {
-        row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
-          for (std::int64_t i = 0; i < count; ++i) {
-            atomic_max(amax + start + i, float_bits(v[i]) & 0x7fffffffU);
-          }
-        });
+    if (!by_column) return atomic_max(amax + scale_at(spec.scale, r, 0), row.amax(r, 0));
+    row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        atomic_max(amax + start + i, float_bits(v[i]) & 0x7fffffffU);
       }
-    }
-    if (spec.scale == Granularity::tensor) atomic_max(amax, largest);
+    });
   });
 
   const std::int64_t row_blocks = ceil_div(x.cols, group);
-  context.pool()->run(tasks, [&](std::int64_t task) {
+  for_each_item(context, x.rows, x.cols, [&](std::int64_t r) {
     Row row(simd, x, 1, x.cols);
-    float masked[chunk], inv[chunk];  // for scales per channel
-    std::int8_t codes[chunk];
-    for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
-      row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
-        auto* out = static_cast<std::int8_t*>(q.data) + r * q.row_stride;
-        std::int8_t* const to = packed ? codes : out + start;
-        const auto blk = static_cast<std::uint64_t>(r * row_blocks + start / group);
-        if (spec.scale == Granularity::channel) {
-          for (std::int64_t i = 0; i < count; ++i) {
-            const Scale column = make_scale(amax[start + i], spec.bits);
-            masked[i] = float_from_bits(float_bits(v[i]) & column.keep);
-            inv[i] = column.inv;
-          }
-          simd.quantize_row(masked, count, inv, true, rounder, blk, to);
-        } else {
-          write_codes(simd, v, count,
-                      make_scale(amax[spec.scale == Granularity::token ? r : 0], spec.bits),
-                      rounder, blk, to);
+    row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
+      float masked[chunk], inv[chunk];  // for scales per channel
+      std::int8_t codes[chunk];
+      auto* out = static_cast<std::int8_t*>(q.data) + r * q.row_stride;
+      std::int8_t* const to = packed ? codes : out + start;
+      const auto blk = static_cast<std::uint64_t>(r * row_blocks + start / group);
+      if (by_column) {
+        for (std::int64_t i = 0; i < count; ++i) {
+          const Scale column = make_scale(amax[start + i], spec.bits);
+          masked[i] = float_from_bits(float_bits(v[i]) & column.keep);
+          inv[i] = column.inv;
         }
-        if (packed) pack_row(codes, count, reinterpret_cast<std::uint8_t*>(out) + start / 2);
-      });
-    }
+        simd.quantize_row(masked, count, inv, true, rounder, blk, to);
+      } else {
+        const Scale s = make_scale(amax[scale_at(spec.scale, r, 0)], spec.bits);
+        write_codes(simd, v, count, s, rounder, blk, to);
+      }
+      if (packed) pack_row(codes, count, reinterpret_cast<std::uint8_t*>(out) + start / 2);
+    });
   });
 
   patterns_to_scales(scale, scales, spec.bits);
@@ -97,22 +88,19 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
 void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
                             Granularity granularity, const MatrixOut& out) const {
   const SimdKernels& simd = simd_kernels(context.isa());
-  const std::int64_t per_task = rows_per_task(context, out.rows, out.cols);
   const bool packed = q.dtype == DType::i4x2;
-  context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
+  for_each_item(context, out.rows, out.cols, [&](std::int64_t r) {
     float values[chunk];
-    for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {
-      const auto* codes = static_cast<const std::int8_t*>(q.data) + r * q.row_stride;
-      for (std::int64_t start = 0; start < out.cols; start += chunk) {
-        const std::int64_t count = std::min(chunk, out.cols - start);
-        for (std::int64_t i = 0; i < count; ++i) {
-          const std::int64_t c = start + i;
-          int code = packed ? (codes[c / 2] >> (c % 2 == 0 ? 0 : 4)) & 15 : codes[c];
-          if (packed && code > 7) code -= 16;
-          values[i] = static_cast<float>(code) * scale[scale_at(granularity, r, c)];
-        }
-        store_row(simd, values, r, start, count, out);
+    const auto* codes = static_cast<const std::int8_t*>(q.data) + r * q.row_stride;
+    for (std::int64_t start = 0; start < out.cols; start += chunk) {
+      const std::int64_t count = std::min(chunk, out.cols - start);
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t c = start + i;
+        const float code =
+            packed ? int4_values[codes[c / 2] >> (c % 2 * 4) & 15] : static_cast<float>(codes[c]);
+        values[i] = code * scale[scale_at(granularity, r, c)];
       }
+      store_row(simd, values, r, start, count, out);
     }
   });
 }
@@ -121,25 +109,18 @@ QuantizeRows::QuantizeRows(const Context& context, const Operand& job)
     : simd_(simd_kernels(context.isa())),
       job_(job),
       rounder_{job.quant.rounding, job.quant.bits, random_key(context.key(), job.quant.purpose)},
-      per_task_(rows_per_task(context, job.x.rows, job.out.k_padded)),
-      tasks_(ceil_div(job.x.rows, per_task_)) {
+      tasks_(context, job.x.rows, job.out.k_padded) {
   if (job.quant.per_tensor) std::memset(job.out.scale, 0, sizeof *job.out.scale);
 }
 
-void QuantizeRows::find_columns(std::uint32_t* amax) { columns_ = amax; }
-
 void QuantizeRows::add_largest(Phase& phase) const {
-  if (job_.quant.per_tensor) phase.add<&QuantizeRows::largest>(tasks_, *this);
+  if (job_.quant.per_tensor) phase.add<&QuantizeRows::largest>(tasks_.count(), *this);
 }
-
-void QuantizeRows::add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_, *this); }
 
 void QuantizeRows::largest(std::int64_t task) const {
   Row row(simd_, job_.x, job_.transform.block, job_.out.k_padded, nullptr, job_.powers);
   std::uint32_t best = 0;
-  for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
-    best = row.amax(r, best);
-  }
+  tasks_.each(task, [&](std::int64_t r) { best = row.amax(r, best); });
   atomic_max(reinterpret_cast<std::uint32_t*>(job_.out.scale), best);
 }
 
@@ -152,7 +133,7 @@ void QuantizeRows::codes(std::int64_t task) const {
   Row row(simd_, job_.x, job_.transform.block, out.k_padded,
           columns_ == nullptr ? nullptr : columns, job_.powers);
   const std::int64_t row_blocks = out.k_padded / group;
-  for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
+  tasks_.each(task, [&](std::int64_t r) {
     const Scale s = make_scale(
         quant.per_tensor ? *reinterpret_cast<const std::uint32_t*>(out.scale) : row.amax(r, 0),
         quant.bits);
@@ -162,7 +143,7 @@ void QuantizeRows::codes(std::int64_t task) const {
                   static_cast<std::uint64_t>(r * row_blocks + start / group),
                   out.codes + r * out.k_padded + start);
     });
-  }
+  });
   if (columns_ == nullptr) return;
   for (std::int64_t i = 0; i < job_.x.cols; ++i) atomic_max(columns_ + i, columns[i]);
 }
@@ -228,40 +209,17 @@ void compress_groups(const Context& context, const Operand& job) {
   });
 }
 
-namespace {
-
-// Biased exponent of the power of two at or below a token's mean magnitude. `largest` is the biased
-// exponent of the token's largest value, 27 to 254.
-std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t token, int largest,
-                            std::int64_t cols) {
-  const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
-  std::int64_t sum = 0;
-  row.chunks(token, [&](std::int64_t, std::int64_t count, const float* v) {
-    sum += simd.sum_magnitudes(v, count, unit);
-  });
-  const float mean = static_cast<float>(sum) / static_cast<float>(cols);
-  const int exponent = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
-  return static_cast<std::uint8_t>(std::clamp(exponent, 27, 227));
-}
-
-}  // namespace
-
 void token_exponents(const Context& context, const Operand& job) {
   MatrixIn x = job.x;
   std::uint8_t* const exponents = job.exponents;
   x.exponents = nullptr;
   const SimdKernels& simd = simd_kernels(context.isa());
-  const std::int64_t per_task = rows_per_task(context, x.rows, x.cols);
-  context.pool()->run(ceil_div(x.rows, per_task), [&](std::int64_t task) {
+  for_each_item(context, x.rows, x.cols, [&](std::int64_t r) {
     Row row(simd, x, 1, x.cols);
-    for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
-      const auto largest = static_cast<int>(row.amax(r, 0) >> 23);
-      if (largest < 27 || largest == 255) {
-        exponents[r] = largest == 255 ? 127 : 27;
-      } else {
-        exponents[r] = token_exponent(simd, row, r, largest, x.cols);
-      }
-    }
+    const auto largest = static_cast<int>(row.amax(r, 0) >> 23);
+    exponents[r] = largest == 255 ? 127
+                   : largest < 27 ? 27
+                                  : token_exponent(simd, row, r, largest, x.cols);
   });
 }
 
@@ -313,11 +271,7 @@ RequantizeGroups::RequantizeGroups(const Context& context, const Operand& job)
     : simd_(simd_kernels(context.isa())),
       job_(job),
       rounder_{Rounding::stochastic, 8, random_key(context.key(), Purpose::requantize)},
-      per_task_(rows_per_task(context, job.out.rows, job.out.k_padded)) {}
-
-void RequantizeGroups::add_codes(Phase& phase) const {
-  phase.add<&RequantizeGroups::codes>(ceil_div(job_.out.rows, per_task_), *this);
-}
+      tasks_(context, job.out.rows, job.out.k_padded) {}
 
 void RequantizeGroups::codes(std::int64_t task) const {
   const Codes& out = job_.out;
@@ -325,7 +279,7 @@ void RequantizeGroups::codes(std::int64_t task) const {
   const std::int64_t groups = ceil_div(from.tokens, int4_group);
   const std::int64_t row_blocks = out.k_padded / group;
   float values[chunk], inv[chunk];
-  for (std::int64_t r = task * per_task_; r < std::min(out.rows, (task + 1) * per_task_); ++r) {
+  tasks_.each(task, [&](std::int64_t r) {
     const std::uint8_t* const packed = from.packed + r * from.row_bytes;
     const std::uint16_t* const group_scale = from.scale + r * groups;
     std::uint16_t largest = 0;  // scales are positive or NaN, so bit patterns have their order
@@ -349,7 +303,7 @@ void RequantizeGroups::codes(std::int64_t task) const {
       simd_.quantize_row(values, count, inv, true, rounder_,
                          static_cast<std::uint64_t>(r * row_blocks + start / group), to);
     }
-  }
+  });
 }
 
 }  // namespace hot::detail

@@ -3,15 +3,22 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/backend.h"
 #include "cpu/scalar.h"
 
 namespace hot::detail {
 
-inline std::int64_t rows_per_task(const Context& context, std::int64_t rows, std::int64_t cols) {
-  return std::max<std::int64_t>(
-      1, task_elements(context, rows * cols) / std::max<std::int64_t>(1, cols));
+// Quantises values with one scale, from random block `blk` on.
+inline void write_codes(const SimdKernels& simd, const float* v, std::int64_t count,
+                        const Scale& scale, const Rounder& rounder, std::uint64_t blk,
+                        std::int8_t* out) {
+  if (scale.keep == 0) {
+    std::memset(out, 0, static_cast<std::size_t>(count));
+  } else {
+    simd.quantize_row(v, count, &scale.inv, false, rounder, blk, out);
+  }
 }
 
 // Multiplies or divides values of the columns from `start` on by their powers, if there are any.

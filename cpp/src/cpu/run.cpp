@@ -1,5 +1,4 @@
 // Work of a call on the CPU: the stages of all its operands and products, in four phases.
-#include <algorithm>
 #include <optional>
 
 #include "checks.h"
@@ -92,8 +91,7 @@ void CpuBackend::run(const Context& context, Work& work, const Checker& check,
 
   // Panels of a weight that is quantised by columns wait for its codes.
   const auto late = [&](int i) {
-    const int b = work.products[i].b;
-    const Operand& operand = work.operands.begin()[b];
+    const Operand& operand = work.operands.begin()[work.products[i].b];
     return operand.from == From::matrix && operand.along == Along::column;
   };
   for (const int i : {1, 0}) {

@@ -18,12 +18,6 @@ struct V {
 
   static F load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
-  static I loadi(const std::uint32_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  }
-  static void storei(std::uint32_t* p, I v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
-  }
   static F set(float v) { return _mm256_set1_ps(v); }
   static I seti(std::uint32_t v) { return _mm256_set1_epi32(static_cast<int>(v)); }
   static I load_u8(const std::uint8_t* p) {
@@ -37,7 +31,7 @@ struct V {
     std::uint32_t word;
     std::memcpy(&word, p + first / 2, sizeof word);
     const I shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    return bit_and(_mm256_srlv_epi32(seti(word), shifts), seti(15));
+    return _mm256_srlv_epi32(seti(word), shifts) & seti(15);
   }
   static void store_i8(std::int8_t* p, I v) {
     const __m128i words =
@@ -56,21 +50,12 @@ struct V {
                      _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
-  static F add(F a, F b) { return _mm256_add_ps(a, b); }
-  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
-  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F fused(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-  static I abs_bits(F v) { return _mm256_and_si256(_mm256_castps_si256(v), seti(0x7fffffffU)); }
-  static F abs(F v) { return _mm256_castsi256_ps(abs_bits(v)); }
-  static F and_bits(F v, I mask) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask)); }
 
   static I max_u(I a, I b) { return _mm256_max_epu32(a, b); }
   static I min_i(I a, I b) { return _mm256_min_epi32(a, b); }
   static I addi(I a, I b) { return _mm256_add_epi32(a, b); }
   static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
-  static I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
-  static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
-  static I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
   static I shift_right(I v, int n) { return _mm256_srli_epi32(v, n); }
   static I shift_left(I v, int n) { return _mm256_slli_epi32(v, n); }
   static I greater(I a, I b) { return _mm256_cmpgt_epi32(a, b); }
@@ -84,11 +69,8 @@ struct V {
 
   static I trunc_int(F v) { return _mm256_cvttps_epi32(v); }
   static I bits_of(F v) { return _mm256_castps_si256(v); }
+  static F float_of(I v) { return _mm256_castsi256_ps(v); }
   static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
-  static I copy_sign_int(I code, F v) {
-    const I mask = _mm256_srai_epi32(_mm256_castps_si256(v), 31);
-    return subi(bit_xor(code, mask), mask);
-  }
 
   static F lookup16(I index, const float* table) {
     const F low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
@@ -97,7 +79,7 @@ struct V {
   }
 
   // One level of the FWHT of 8 lanes: partner - v in lanes with a negative sign, else partner + v.
-  static F stage(F v, F partner, F sign) { return add(partner, _mm256_xor_ps(v, sign)); }
+  static F stage(F v, F partner, F sign) { return partner + _mm256_xor_ps(v, sign); }
   static F fwht_inside(F v) {
     const float n = -0.0F;
     v = stage(v, _mm256_permute_ps(v, 0xB1), _mm256_setr_ps(0, n, 0, n, 0, n, 0, n));
@@ -133,8 +115,6 @@ void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k,
   }
 }
 
-std::int32_t gemm_row_bias(const std::int8_t*, std::int64_t) { return 0; }
-
 // Type of sums. GCC 12 keeps it in registers, but stores sums of type __m256i at every step.
 using Sums = std::int32_t __attribute__((vector_size(32)));
 
@@ -143,13 +123,10 @@ Sums add_products(Sums sums, __m256i a, __m256i b) {
 }
 
 void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
-               const std::int32_t* bias, std::int32_t* acc) {
+               const std::int32_t*, std::int32_t* acc) {
   constexpr std::int64_t chunk = 512;  // 6 KB of widened a
   alignas(32) std::int16_t wide[tile_m][chunk];
-  Sums sum[tile_m][2];
-  for (int m = 0; m < tile_m; ++m) {
-    sum[m][0] = sum[m][1] = reinterpret_cast<Sums>(_mm256_set1_epi32(m < rows ? bias[m] : 0));
-  }
+  Sums sum[tile_m][2] = {};
   const auto* b = static_cast<const __m256i*>(panel);
   for (std::int64_t start = 0; start < k; start += chunk) {
     const std::int64_t left = k - start < chunk ? k - start : chunk;
@@ -179,7 +156,7 @@ void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
 
 const SimdKernels& simd_avx2() {
   static const SimdKernels table =
-      kernels_with({tile_m, tile_n, gemm_panel_bytes, gemm_pack, gemm_row_bias, gemm_tile});
+      kernels_with({tile_m, tile_n, gemm_panel_bytes, gemm_pack, nullptr, gemm_tile});
   return table;
 }
 

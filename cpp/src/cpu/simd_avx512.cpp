@@ -24,8 +24,6 @@ struct V {
 
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
-  static I loadi(const std::uint32_t* p) { return _mm512_loadu_si512(p); }
-  static void storei(std::uint32_t* p, I v) { _mm512_storeu_si512(p, v); }
   static F set(float v) { return _mm512_set1_ps(v); }
   static I seti(std::uint32_t v) { return _mm512_set1_epi32(static_cast<int>(v)); }
   static I load_u8(const std::uint8_t* p) {
@@ -38,7 +36,7 @@ struct V {
   static I load_int4(const std::uint8_t* p, std::int64_t first) {
     const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + first / 2));
     const __m128i all = _mm_unpacklo_epi8(pairs, _mm_srli_epi16(pairs, 4));
-    return bit_and(_mm512_cvtepu8_epi32(all), seti(15));
+    return _mm512_cvtepu8_epi32(all) & seti(15);
   }
   static void store_i8(std::int8_t* p, I v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
@@ -55,23 +53,12 @@ struct V {
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
-  static F add(F a, F b) { return _mm512_add_ps(a, b); }
-  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
-  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fused(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  static I abs_bits(F v) { return _mm512_and_si512(_mm512_castps_si512(v), seti(0x7fffffffU)); }
-  static F abs(F v) { return _mm512_castsi512_ps(abs_bits(v)); }
-  static F and_bits(F v, I mask) {
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), mask));
-  }
 
   static I max_u(I a, I b) { return _mm512_max_epu32(a, b); }
   static I min_i(I a, I b) { return _mm512_min_epi32(a, b); }
   static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
   static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
-  static I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
-  static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
-  static I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
   static I shift_right(I v, int n) { return _mm512_srli_epi32(v, static_cast<unsigned>(n)); }
   static I shift_left(I v, int n) { return _mm512_slli_epi32(v, static_cast<unsigned>(n)); }
   static I greater(I a, I b) { return _mm512_movm_epi32(_mm512_cmpgt_epi32_mask(a, b)); }
@@ -85,11 +72,8 @@ struct V {
 
   static I trunc_int(F v) { return _mm512_cvttps_epi32(v); }
   static I bits_of(F v) { return _mm512_castps_si512(v); }
+  static F float_of(I v) { return _mm512_castsi512_ps(v); }
   static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
-  static I copy_sign_int(I code, F v) {
-    const I mask = _mm512_srai_epi32(_mm512_castps_si512(v), 31);
-    return subi(bit_xor(code, mask), mask);
-  }
 
   static F lookup16(I index, const float* table) {
     return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));

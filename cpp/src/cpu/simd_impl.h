@@ -16,6 +16,20 @@ using F = V::F;
 using I = V::I;
 constexpr int W = V::width;
 
+inline I loadi(const std::uint32_t* p) {
+  I v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void storei(std::uint32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
+inline I abs_bits(F v) { return V::bits_of(v) & V::seti(0x7fffffffU); }
+inline F magnitudes(F v) { return V::float_of(abs_bits(v)); }
+// Code with the sign of v.
+inline I with_sign_of(F v, I code) {
+  const I negative = V::greater(V::seti(0), V::bits_of(v));  // all bits set if true
+  return V::subi(code ^ negative, negative);
+}
+
 // ---- conversion -------------------------------------------------------------------------------
 
 void load(const void* src, DType dtype, std::int64_t count, float* dst) {
@@ -61,8 +75,8 @@ inline void fwht_registers(F (&t)[count]) {
     for (int i = 0; i < count; ++i) {
       if ((i & h) == 0) {
         const F a = t[i], b = t[i + h];
-        t[i] = V::add(a, b);
-        t[i + h] = V::sub(a, b);
+        t[i] = a + b;
+        t[i + h] = a - b;
       }
     }
     fwht_registers<count, 2 * h>(t);
@@ -131,7 +145,7 @@ void fold_strip(const float* in, int length, int a, float* out) {
     const float* x = in + t * strip_columns;
     const float* y = in + (t ^ a) * strip_columns;
     for (int c = 0; c < strip_columns; c += W) {
-      V::store(out + c, V::add(V::load(x + c), V::load(y + c)));
+      V::store(out + c, V::load(x + c) + V::load(y + c));
     }
     out += strip_columns;
   }
@@ -139,7 +153,7 @@ void fold_strip(const float* in, int length, int a, float* out) {
 
 void scale_row(float* row, float factor) {
   const F f = V::set(factor);
-  for (int c = 0; c < strip_columns; c += W) V::store(row + c, V::mul(V::load(row + c), f));
+  for (int c = 0; c < strip_columns; c += W) V::store(row + c, V::load(row + c) * f);
 }
 
 // ---- amax -------------------------------------------------------------------------------------
@@ -149,9 +163,9 @@ std::uint32_t amax(const float* v, std::int64_t count, std::uint32_t start) {
   std::uint32_t best = start;
   if (count >= W) {
     I m = V::seti(0);
-    for (; i + W <= count; i += W) m = V::max_u(m, V::abs_bits(V::load(v + i)));
+    for (; i + W <= count; i += W) m = V::max_u(m, abs_bits(V::load(v + i)));
     std::uint32_t lanes[W];
-    V::storei(lanes, m);
+    storei(lanes, m);
     for (int j = 0; j < W; ++j) best = lanes[j] > best ? lanes[j] : best;
   }
   for (; i < count; ++i) {
@@ -163,19 +177,19 @@ std::uint32_t amax(const float* v, std::int64_t count, std::uint32_t start) {
 
 void amax_strip(const float* v, std::int64_t rows, std::uint32_t* amax) {
   for (int c = 0; c < strip_columns; c += W) {
-    I m = V::loadi(amax + c);
+    I m = loadi(amax + c);
     const float* p = v + c;
     for (std::int64_t k = 0; k < rows; ++k, p += strip_columns) {
-      m = V::max_u(m, V::abs_bits(V::load(p)));
+      m = V::max_u(m, abs_bits(V::load(p)));
     }
-    V::storei(amax + c, m);
+    storei(amax + c, m);
   }
 }
 
 void amax_columns(const float* v, std::int64_t count, std::uint32_t* amax) {
   std::int64_t i = 0;
   for (; i + W <= count; i += W) {
-    V::storei(amax + i, V::max_u(V::loadi(amax + i), V::abs_bits(V::load(v + i))));
+    storei(amax + i, V::max_u(loadi(amax + i), abs_bits(V::load(v + i))));
   }
   for (; i < count; ++i) {
     const std::uint32_t bits = float_bits(v[i]) & 0x7fffffffU;
@@ -185,40 +199,39 @@ void amax_columns(const float* v, std::int64_t count, std::uint32_t* amax) {
 
 // ---- random bits ------------------------------------------------------------------------------
 
-inline void philox(I& c0, I& c1, I& c2, I& c3, const RandomKey& key) {
+// Random words of W blocks: lane i of word[w] is word w of blk[i].
+inline void random_words(const RandomKey& key, const std::uint64_t* blk, I (&word)[4]) {
+  std::uint32_t low[W], high[W];
+  for (int i = 0; i < W; ++i) {
+    low[i] = static_cast<std::uint32_t>(blk[i]);
+    high[i] = (static_cast<std::uint32_t>(blk[i] >> 32) & 0xffffU) | key.stream_purpose;
+  }
+  word[0] = loadi(low);
+  word[1] = loadi(high);
+  word[2] = V::seti(key.offset_low);
+  word[3] = V::seti(key.offset_high);
   std::uint32_t k0 = key.seed_low, k1 = key.seed_high;
   for (int round = 0; round < philox_rounds; ++round) {
     I h0, l0, h1, l1;
-    V::mul_wide(c0, 0xD2511F53U, h0, l0);
-    V::mul_wide(c2, 0xCD9E8D57U, h1, l1);
-    c0 = V::bit_xor(V::bit_xor(h1, c1), V::seti(k0));
-    c2 = V::bit_xor(V::bit_xor(h0, c3), V::seti(k1));
-    c1 = l1;
-    c3 = l0;
+    V::mul_wide(word[0], 0xD2511F53U, h0, l0);
+    V::mul_wide(word[2], 0xCD9E8D57U, h1, l1);
+    word[0] = h1 ^ word[1] ^ V::seti(k0);
+    word[2] = h0 ^ word[3] ^ V::seti(k1);
+    word[1] = l1;
+    word[3] = l0;
     k0 += 0x9E3779B9U;
     k1 += 0xBB67AE85U;
   }
 }
 
-inline std::uint32_t counter_high(const RandomKey& key, std::uint64_t blk) {
-  return (static_cast<std::uint32_t>(blk >> 32) & 0xffffU) | key.stream_purpose;
-}
-
 // Writes the random bytes of `blocks` consecutive blocks, blocks <= W.
 inline void random_run(const RandomKey& key, std::uint64_t blk, int blocks, std::uint8_t* out) {
-  std::uint32_t low[W], high[W], words[4][W];
-  for (int i = 0; i < W; ++i) {
-    const std::uint64_t b = blk + static_cast<std::uint64_t>(i);
-    low[i] = static_cast<std::uint32_t>(b);
-    high[i] = counter_high(key, b);
-  }
-  I c0 = V::loadi(low), c1 = V::loadi(high);
-  I c2 = V::seti(key.offset_low), c3 = V::seti(key.offset_high);
-  philox(c0, c1, c2, c3, key);
-  V::storei(words[0], c0);
-  V::storei(words[1], c1);
-  V::storei(words[2], c2);
-  V::storei(words[3], c3);
+  std::uint64_t blks[W];
+  for (int i = 0; i < W; ++i) blks[i] = blk + static_cast<std::uint64_t>(i);
+  I random[4];
+  random_words(key, blks, random);
+  std::uint32_t words[4][W];
+  for (int w = 0; w < 4; ++w) storei(words[w], random[w]);
   for (int i = 0; i < blocks; ++i) {
     const std::uint32_t four[4] = {words[0][i], words[1][i], words[2][i], words[3][i]};
     std::memcpy(out + 16 * i, four, sizeof four);  // little endian: lowest byte first
@@ -239,15 +252,15 @@ inline I rounded_product(F a, F b, F magic) {
 template <int bits>
 inline I pseudo_stochastic_code(F v) {
   constexpr int q_max = bits == 4 ? 7 : 127, h = bits == 4 ? 10 : 8;
-  const F a = V::abs(v);
+  const F a = magnitudes(v);
   const I whole = V::trunc_int(a);
-  const F fraction = V::sub(a, V::to_float(whole));
-  const I f = V::trunc_int(V::mul(fraction, V::set(static_cast<float>(1 << (2 * h + 1)))));
+  const F fraction = a - V::to_float(whole);
+  const I f = V::trunc_int(fraction * V::set(static_cast<float>(1 << (2 * h + 1))));
   const I p = V::shift_right(f, h + 1);
-  const I r = V::bit_and(f, V::seti((1U << (h + 1)) - 1));
-  const I up = V::bit_and(V::greater(V::addi(V::addi(p, p), V::seti(1)), r),
-                          V::greater(f, V::seti(0)));  // all bits set if true
-  return V::copy_sign_int(V::min_i(V::subi(whole, up), V::seti(q_max)), v);
+  const I r = f & V::seti((1U << (h + 1)) - 1);
+  // All bits set if true.
+  const I up = V::greater(V::addi(V::addi(p, p), V::seti(1)), r) & V::greater(f, V::seti(0));
+  return with_sign_of(v, V::min_i(V::subi(whole, up), V::seti(q_max)));
 }
 
 template <Rounding rounding, int bits>
@@ -255,12 +268,12 @@ inline I round_code(F value, F inv, I u) {
   if constexpr (rounding == Rounding::nearest) {
     return rounded_product(value, inv, V::set(integer_float));
   } else if constexpr (rounding == Rounding::stochastic) {
-    const F magic = V::add(V::to_float(u), V::set(integer_float));  // exact, also 256 * inv
-    const I sum = rounded_product(value, V::mul(inv, V::set(256.0F)), magic);
+    const F magic = V::to_float(u) + V::set(integer_float);  // exact, also 256 * inv
+    const I sum = rounded_product(value, inv * V::set(256.0F), magic);
     // Arithmetic shift by 8, built from a logical shift.
     return V::subi(V::shift_right(V::addi(sum, V::seti(1U << 16)), 8), V::seti(1U << 8));
   } else {
-    return pseudo_stochastic_code<bits>(V::mul(value, inv));
+    return pseudo_stochastic_code<bits>(value * inv);
   }
 }
 
@@ -305,31 +318,20 @@ void quantize_strip_as(const float* v, int cols, const float* inv, const std::ui
                        std::int64_t ld) {
   for (int c = 0; c < cols; c += W) {
     I random[4] = {};
-    if constexpr (rounding == Rounding::stochastic) {
-      std::uint32_t low[W], high[W];
-      for (int i = 0; i < W; ++i) {
-        low[i] = static_cast<std::uint32_t>(blk[c + i]);
-        high[i] = counter_high(key, blk[c + i]);
-      }
-      random[0] = V::loadi(low);
-      random[1] = V::loadi(high);
-      random[2] = V::seti(key.offset_low);
-      random[3] = V::seti(key.offset_high);
-      philox(random[0], random[1], random[2], random[3], key);
-    }
+    if constexpr (rounding == Rounding::stochastic) random_words(key, blk + c, random);
     std::uint32_t packed[4][W];
     for (int w = 0; w < 4; ++w) {
       I four = V::seti(0);
       for (int j = 0; j < 4; ++j) {
         const int k = 4 * w + j;
         const F factor = by_k ? V::set(inv[k]) : V::load(inv + c);
-        const I mask = by_k ? V::seti(keep[k]) : V::loadi(keep + c);
-        const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
-        const I byte = V::bit_and(V::shift_right(random[w], 8 * j), V::seti(255));
+        const I mask = by_k ? V::seti(keep[k]) : loadi(keep + c);
+        const F x = V::float_of(V::bits_of(V::load(v + k * strip_columns + c)) & mask);
+        const I byte = V::shift_right(random[w], 8 * j) & V::seti(255);
         const I code = round_code<rounding, bits>(x, factor, byte);
-        four = V::bit_or(four, V::shift_left(V::bit_and(code, V::seti(255)), 8 * j));
+        four = four | V::shift_left(code & V::seti(255), 8 * j);
       }
-      V::storei(packed[w], four);
+      storei(packed[w], four);
     }
     const int lanes = cols - c < W ? cols - c : W;
     for (int i = 0; i < lanes; ++i) {
@@ -378,11 +380,11 @@ std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {
   I sums = V::seti(0);
   std::int64_t i = 0;
   for (; i + W <= count; i += W) {
-    const F magnitude = V::abs(V::load(v + i));
+    const F magnitude = magnitudes(V::load(v + i));
     sums = V::addi(sums, rounded_product(magnitude, V::set(unit), V::set(integer_float)));
   }
   std::uint32_t lanes[W], total = 0;
-  V::storei(lanes, sums);
+  storei(lanes, sums);
   for (int j = 0; j < W; ++j) total += lanes[j];
   for (; i < count; ++i) {
     const float magnitude = v[i] < 0 ? -v[i] : v[i];
@@ -422,10 +424,10 @@ inline void dequantize_rows(const SumsTile& tile) {
     int i = 0;
     for (; i + W <= tile.cols; i += W) {
       const F b = one_scale ? V::set(*tile.b_scale) : V::load(tile.b_scale + i);
-      const F sum = V::to_float(V::loadi(reinterpret_cast<const std::uint32_t*>(sums) + i));
-      F v = V::mul(V::mul(sum, b), a);
-      if (accumulate) v = V::add(V::load(out + i), v);
-      if (biased) v = V::add(v, V::load(tile.bias + i));
+      const F sum = V::to_float(loadi(reinterpret_cast<const std::uint32_t*>(sums) + i));
+      F v = sum * b * a;
+      if (accumulate) v = V::load(out + i) + v;
+      if (biased) v = v + V::load(tile.bias + i);
       V::store(out + i, v);
     }
     for (; i < tile.cols; ++i) {
@@ -453,8 +455,7 @@ void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
   const F factor = V::set(a);
   std::int64_t i = 0;
   for (; i + W <= count; i += W) {
-    const F product = V::mul(factor, V::to_float(V::load_i8(b + i)));
-    V::store(acc + i, V::add(V::load(acc + i), product));
+    V::store(acc + i, V::load(acc + i) + factor * V::to_float(V::load_i8(b + i)));
   }
   for (; i < count; ++i) {
     const float product = a * static_cast<float>(b[i]);
@@ -464,26 +465,24 @@ void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
 
 // Function table of an instruction set: the loops above and its products.
 SimdKernels kernels_with(const GemmKernels& gemm) {
-  return {
-      load,
-      store,
-      fwht_row,
-      fwht_strip,
-      fold_strip,
-      scale_row,
-      amax,
-      amax_strip,
-      amax_columns,
-      quantize_row,
-      quantize_strip<false>,
-      quantize_strip<true>,
-      sum_magnitudes,
-      expand_int4,
-      int4_error,
-      dequantize,
-      axpy,
-      gemm,
-  };
+  return {load,
+          store,
+          fwht_row,
+          fwht_strip,
+          fold_strip,
+          scale_row,
+          amax,
+          amax_strip,
+          amax_columns,
+          quantize_row,
+          quantize_strip<false>,
+          quantize_strip<true>,
+          sum_magnitudes,
+          expand_int4,
+          int4_error,
+          dequantize,
+          axpy,
+          gemm};
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/scalar.h"
 
@@ -19,8 +18,6 @@ struct V {
 
   static F load(const float* p) { return *p; }
   static void store(float* p, F v) { *p = v; }
-  static I loadi(const std::uint32_t* p) { return *p; }
-  static void storei(std::uint32_t* p, I v) { *p = v; }
   static F set(float v) { return v; }
   static I seti(std::uint32_t v) { return v; }
   static I load_u8(const std::uint8_t* p) { return *p; }
@@ -34,21 +31,12 @@ struct V {
   static F load_f16(const std::uint16_t* p) { return f16_to_float(*p); }
   static void store_f16(std::uint16_t* p, F v) { *p = float_to_f16(v); }
 
-  static F add(F a, F b) { return a + b; }
-  static F sub(F a, F b) { return a - b; }
-  static F mul(F a, F b) { return a * b; }
   static F fused(F a, F b, F c) { return std::fma(a, b, c); }
-  static I abs_bits(F v) { return float_bits(v) & 0x7fffffffU; }
-  static F abs(F v) { return float_from_bits(abs_bits(v)); }
-  static F and_bits(F v, I mask) { return float_from_bits(float_bits(v) & mask); }
 
   static I max_u(I a, I b) { return a > b ? a : b; }
   static I min_i(I a, I b) { return signed_of(a) < signed_of(b) ? a : b; }
   static I addi(I a, I b) { return a + b; }
   static I subi(I a, I b) { return a - b; }
-  static I bit_and(I a, I b) { return a & b; }
-  static I bit_or(I a, I b) { return a | b; }
-  static I bit_xor(I a, I b) { return a ^ b; }
   static I shift_right(I v, int n) { return v >> n; }
   static I shift_left(I v, int n) { return v << n; }
   static I greater(I a, I b) { return signed_of(a) > signed_of(b) ? ~0U : 0U; }
@@ -60,11 +48,8 @@ struct V {
 
   static I trunc_int(F v) { return unsigned_of(static_cast<std::int32_t>(v)); }
   static I bits_of(F v) { return float_bits(v); }
+  static F float_of(I v) { return float_from_bits(v); }
   static F to_float(I v) { return static_cast<float>(signed_of(v)); }
-  static I copy_sign_int(I code, F v) {
-    const I mask = (float_bits(v) >> 31) == 0 ? 0U : ~0U;
-    return (code ^ mask) - mask;
-  }
   static F lookup16(I index, const float* table) { return table[index]; }
   static F fwht_inside(F v) { return v; }
 };
@@ -91,14 +76,11 @@ void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k,
   }
 }
 
-std::int32_t gemm_row_bias(const std::int8_t*, std::int64_t) { return 0; }
-
 void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
-               const std::int32_t* bias, std::int32_t* acc) {
+               const std::int32_t*, std::int32_t* acc) {
   const auto* b = static_cast<const std::int8_t*>(panel);
   for (int m = 0; m < rows; ++m) {
-    std::int32_t sum[tile_n];
-    for (int n = 0; n < tile_n; ++n) sum[n] = bias[m];
+    std::int32_t sum[tile_n] = {};
     for (std::int64_t i = 0; i < k; ++i) {
       for (int n = 0; n < tile_n; ++n) sum[n] += a[m * lda + i] * b[i * tile_n + n];
     }
@@ -110,7 +92,7 @@ void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
 
 const SimdKernels& simd_plain() {
   static const SimdKernels table =
-      kernels_with({tile_m, tile_n, gemm_panel_bytes, gemm_pack, gemm_row_bias, gemm_tile});
+      kernels_with({tile_m, tile_n, gemm_panel_bytes, gemm_pack, nullptr, gemm_tile});
   return table;
 }
 

@@ -50,6 +50,22 @@ bool spin_until(const Ready& ready) {
   return false;
 }
 
+// Job for the threads of an executor.
+struct SharedJob {
+  void (*call)(const void*, std::int64_t);
+  const void* task;
+  std::int64_t count;
+  std::atomic<std::int64_t> next{0};
+
+  static void work(void* data) {
+    SharedJob& job = *static_cast<SharedJob*>(data);
+    const detail::StandardArithmetic arithmetic;
+    for (std::int64_t i = job.next.fetch_add(1); i < job.count; i = job.next.fetch_add(1)) {
+      job.call(job.task, i);
+    }
+  }
+};
+
 }  // namespace
 
 // A job is open while some of its tasks are not taken. A worker takes a task by a compare-and-swap
@@ -142,26 +158,6 @@ struct ThreadPool::State {
     for (std::thread& thread : threads) thread.join();
   }
 };
-
-namespace {
-
-// Job for the threads of an executor.
-struct SharedJob {
-  void (*call)(const void*, std::int64_t);
-  const void* task;
-  std::int64_t count;
-  std::atomic<std::int64_t> next{0};
-
-  static void work(void* data) {
-    SharedJob& job = *static_cast<SharedJob*>(data);
-    const detail::StandardArithmetic arithmetic;
-    for (std::int64_t i = job.next.fetch_add(1); i < job.count; i = job.next.fetch_add(1)) {
-      job.call(job.task, i);
-    }
-  }
-};
-
-}  // namespace
 
 ThreadPool::ThreadPool(int threads, const Executor& executor)
     : threads_(threads), executor_(executor), state_(std::make_unique<State>()) {

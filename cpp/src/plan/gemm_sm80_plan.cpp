@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "operands.h"
+
 namespace hot::detail {
 namespace {
 
@@ -37,10 +39,6 @@ int blocks_per_sm(int capability, const MmaTileFacts& tile) {
   return std::min(tile.blocks, generation_of(capability).shared_bytes / held);
 }
 
-std::int64_t ceil_of(std::int64_t value, std::int64_t divisor) {
-  return (value + divisor - 1) / divisor;
-}
-
 // Time of an SM with `blocks` CTAs, relative to the time with `at_once`, the number that it could
 // run. Fewer CTAs are faster, but not in proportion.
 double part_of_full(std::int64_t blocks, int at_once) {
@@ -62,9 +60,9 @@ class Divider {
         gpu_(generation_of(device.capability)),
         sm_count_(device.sm_count),
         at_once_(std::max(1, blocks_per_sm(device.capability, tile_))),
-        tiles_m_(ceil_of(product.m, tile_.m)),
-        tiles_(tiles_m_ * ceil_of(product.n, tile_.n)),
-        steps_(ceil_of(product.k, tile_.step)),
+        tiles_m_(ceil_div(product.m, tile_.m)),
+        tiles_(tiles_m_ * ceil_div(product.n, tile_.n)),
+        steps_(ceil_div(product.k, tile_.step)),
         slots_(std::int64_t{at_once_} * sm_count_),
         rest_(tiles_ % slots_),
         area_(static_cast<double>(tile_.m) * tile_.n),
@@ -79,7 +77,7 @@ class Divider {
     out.plan.blocks = static_cast<int>(at_once_ == 1 ? std::min(tiles_, slots_) : tiles_);
     out.plan.whole = static_cast<int>(tiles_);
     if (rest_ != 0) {
-      out.cycles += full_cycles() * part_of_full(ceil_of(rest_, sm_count_), at_once_);
+      out.cycles += full_cycles() * part_of_full(ceil_div(rest_, sm_count_), at_once_);
     }
     return out;
   }
@@ -97,7 +95,7 @@ class Divider {
   Division parts() const {
     if (steps_ == 0) return whole();
     const std::int64_t longest = mma_int32_codes / tile_.step;
-    const std::int64_t fewest = tiles_ * ceil_of(steps_, longest);
+    const std::int64_t fewest = tiles_ * ceil_div(steps_, longest);
     const std::int64_t limit = tiles_ * std::min(steps_, most_parts);
     return shared_among(std::clamp(slots_, fewest, std::max(fewest, limit)), tiles_);
   }
@@ -135,7 +133,7 @@ class Divider {
     out.plan.sharers = static_cast<int>(sharers);
     const bool aligned = sharers % shared == 0;  // then no CTA works on two tiles
     const double sums = static_cast<double>(sharers + (aligned ? 0 : shared)) * area_ * 4;
-    const std::int64_t steps = ceil_of(sharers, slots_) * ceil_of(shared * steps_, sharers);
+    const std::int64_t steps = ceil_div(sharers, slots_) * ceil_div(shared * steps_, sharers);
     out.cycles += at_once_ * static_cast<double>(steps) * step_cycles_ +
                   sums / (gpu_.partial * sm_count_) + second_launch_cycles;
     return out;
@@ -162,11 +160,11 @@ bool mma_can(const MmaDevice& device, const MmaProduct& product, int tile) {
   const MmaTileFacts& facts = mma_tiles[tile];
   if (blocks_per_sm(device.capability, facts) == 0) return false;
   if (product.int4 && !(facts.int4 && mma_int4(device.capability))) return false;
-  const std::int64_t tiles = ceil_of(product.m, facts.m) * ceil_of(product.n, facts.n);
+  const std::int64_t tiles = ceil_div(product.m, facts.m) * ceil_div(product.n, facts.n);
   if (tiles > INT32_MAX) return false;
   if (facts.any || !product.long_k) return facts.any || product.aligned;
   // The steps of all tiles must be countable in 32 bits.
-  return product.aligned && tiles * ceil_of(product.k, facts.step) <= INT32_MAX;
+  return product.aligned && tiles * ceil_div(product.k, facts.step) <= INT32_MAX;
 }
 
 MmaPlan mma_plan_of(const MmaDevice& device, const MmaProduct& product, int tile, bool share) {
@@ -210,7 +208,7 @@ std::int64_t mma_fixup_blocks(const MmaPlan& plan) {
   // One warp per 16 rows of a warp of tile_kernel.
   const std::int64_t fragments =
       std::int64_t{plan.shared} * (tile.threads / 32) * (tile.warp_m / 16);
-  return ceil_of(fragments, mma_fixup_threads / 32);
+  return ceil_div(fragments, mma_fixup_threads / 32);
 }
 
 }  // namespace hot::detail

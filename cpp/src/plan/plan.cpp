@@ -1,4 +1,4 @@
-// Members of Plan, names and features, properties of arrays.
+// Members of Plan, names and features, properties of arrays, the plan of a whole call.
 #include <algorithm>
 #include <cstdint>
 #include <new>
@@ -24,15 +24,6 @@ constexpr const char* buffer_names[buffer_count] = {HOT_BUFFERS(HOT_BUFFER_NAME)
 constexpr Buffers scratch = HOT_BUFFERS(HOT_SCRATCH) Buffers();
 #undef HOT_SCRATCH
 
-}  // namespace
-
-const KernelInfo& info(Kernel kernel) { return kernels[static_cast<std::size_t>(kernel)]; }
-const char* buffer_name(Buffer buffer) { return buffer_names[static_cast<std::size_t>(buffer)]; }
-
-// ---- operands ----------------------------------------------------------------------------------
-
-namespace {
-
 // Buffers of an operand's codes, in the workspace and of the caller, and of its largest values.
 struct OperandBuffers {
   Source source;
@@ -54,7 +45,29 @@ const OperandBuffers& buffers_of(const Operand& operand) {
   return *one;
 }
 
+// Whether two sets of buffers share memory.
+bool overlap(Buffers a, Buffers b) {
+  return a.meets(b) || (a.has(Buffer::all_scratch) && b.meets(scratch)) ||
+         (b.has(Buffer::all_scratch) && a.meets(scratch));
+}
+
+bool can_zero_counter(const Step& step) {
+  return step.kernel == Kernel::zero || step.kernel == Kernel::widen ||
+         std::holds_alternative<RowsStep>(step.work) ||
+         std::holds_alternative<GroupedStep>(step.work);
+}
+
+bool aligned(const void* data, std::int64_t stride_bytes) {
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride_bytes % 16 == 0;
+}
+
+// Partial sums per column of g_b alone, one per 128 tokens.
+std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }
+
 }  // namespace
+
+const KernelInfo& info(Kernel kernel) { return kernels[static_cast<std::size_t>(kernel)]; }
+const char* buffer_name(Buffer buffer) { return buffer_names[static_cast<std::size_t>(buffer)]; }
 
 Buffer codes_buffer(const Operand& operand) {
   return operand.scratch ? buffers_of(operand).scratch : buffers_of(operand).given;
@@ -105,16 +118,6 @@ Kernel Plan::choose(std::initializer_list<Refusal> list) {
 
 // ---- dependencies ------------------------------------------------------------------------------
 
-namespace {
-
-// Whether two sets of buffers share memory.
-bool overlap(Buffers a, Buffers b) {
-  return a.meets(b) || (a.has(Buffer::all_scratch) && b.meets(scratch)) ||
-         (b.has(Buffer::all_scratch) && a.meets(scratch));
-}
-
-}  // namespace
-
 static_assert(std::is_trivially_copyable_v<Step> &&
               std::is_trivially_copyable_v<Refusal>);  // Plan::Slots copies bytes
 
@@ -141,16 +144,6 @@ void Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers w
   ++count_;
 }
 
-namespace {
-
-bool can_zero_counter(const Step& step) {
-  return step.kernel == Kernel::zero || step.kernel == Kernel::widen ||
-         std::holds_alternative<RowsStep>(step.work) ||
-         std::holds_alternative<GroupedStep>(step.work);
-}
-
-}  // namespace
-
 void Plan::zero_counter() {
   Step* const first = steps_.at;
   for (const Step& step : *this) {
@@ -170,8 +163,6 @@ void Plan::zero_counter() {
 
 // ---- g_b ---------------------------------------------------------------------------------------
 
-std::int64_t sum_runs(std::int64_t rows) { return ceil_div(rows, 16 * bias::sum_run); }
-
 std::int64_t most_sum_runs(const DeviceFacts& facts, std::int64_t rows) {
   constexpr std::int64_t unit_rows =
       std::int64_t{rows_column_amax::token_block} * rows_column_amax::max_unit_tiles;
@@ -188,17 +179,8 @@ void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumu
 
 // ---- properties of arrays ----------------------------------------------------------------------
 
-namespace {
-
-bool aligned(const void* data, std::int64_t stride_bytes) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride_bytes % 16 == 0;
-}
-
-}  // namespace
-
 bool rows_aligned(const MatrixIn& x) {
-  const auto size = static_cast<std::int64_t>(dtype_size(x.dtype));
-  return x.col_stride == 1 && aligned(x.data, x.row_stride * size);
+  return x.col_stride == 1 && aligned(x.data, x.row_stride * element_bytes(x.dtype));
 }
 
 bool quads_aligned(const MatrixIn& x) {
@@ -207,15 +189,12 @@ bool quads_aligned(const MatrixIn& x) {
 }
 
 OutFacts out_facts(const MatrixOut& out) {
-  const auto size = static_cast<std::int64_t>(dtype_size(out.dtype));
-  return {out.dtype, out.col_stride == 1, aligned(out.data, out.row_stride * size)};
+  return {out.dtype, out.col_stride == 1,
+          aligned(out.data, out.row_stride * element_bytes(out.dtype))};
 }
 
 ProductShape product_shape(const GemmArgs& args) {
-  ProductShape p;
-  p.m = args.m;
-  p.n = args.n;
-  p.k = args.k;
+  ProductShape p{args.m, args.n, args.k};
   p.rows_aligned = aligned(args.a, args.lda) && aligned(args.b, args.ldb);
   p.rows_near = args.lda < UINT32_MAX && args.ldb < UINT32_MAX;
   p.scaled = args.a_scale != nullptr && args.b_scale != nullptr;
@@ -224,6 +203,32 @@ ProductShape product_shape(const GemmArgs& args) {
   p.accumulate = args.accumulate;
   p.out = out_facts(args.out);
   return p;
+}
+
+// ---- a whole call ------------------------------------------------------------------------------
+
+// All operands are quantised before the products. Then g_y is read again while the L2 cache may
+// still hold it, and kernels overlap.
+Plan plan_of(const DeviceFacts& facts, const Work& work) {
+  Plan plan;
+  const bool summed = add_operands(plan, facts, work);
+  if (work.widens()) {
+    plan.add(Kernel::widen, {ceil_div(work.bias.cols, 256), 256}, Buffer::bias, Buffer::wide_bias);
+  }
+  add_products(plan, facts, work);
+  const ColumnSum& sum = work.sum;
+  plan.scratch.sums_alone = sum.out.cols * sum_runs(sum.x.rows);
+  if (summed || sum.out.cols == 0) return plan;
+  if (work.operands.begin() != work.operands.end()) {
+    plan.takes({Kernel::partial_sum,
+                "g_y is read again for g_b",
+                {"no kernel of its rows or columns adds them up"}});
+  }
+  const std::int64_t runs = sum_runs(sum.x.rows);
+  plan.add(Kernel::partial_sum, {runs * ceil_div(sum.x.cols, bias::sum_threads), bias::sum_threads},
+           Buffer::gy, Buffer::all_scratch, SumsStep{runs}, sum.x.dtype);
+  add_final_sum(plan, runs, sum.x.cols, sum.accumulate, Buffer::all_scratch);
+  return plan;
 }
 
 }  // namespace hot::detail::plan

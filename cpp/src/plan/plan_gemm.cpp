@@ -18,8 +18,7 @@ Reason why_not_vectors(const ProductShape& p) {
     return {"rows of the operands are not a multiple of 16 bytes (%k %n)", p.k};
   }
   if (!p.out.dense_rows) return {"neighbours in rows of %a do not lie side by side"};
-  const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
-  return not_vectors(p.out.rows_aligned && p.n * size % 16 == 0, p.n);
+  return not_vectors(p.out.rows_aligned && p.n * element_bytes(p.out.dtype) % 16 == 0, p.n);
 }
 
 Reason too_long_k(std::int64_t k) {
@@ -218,6 +217,52 @@ double cost_of(const ProductShape* products, int count, const SmallPlan& plan, c
   return longest + work / sm_count;
 }
 
+// Products that one launch may share, and their numbers in the call.
+struct Products {
+  ProductShape shapes[2]{};
+  ProductBuffers buffers[2]{};
+  int index[2]{};
+  int count = 0;
+};
+
+Reason why_not_one_launch(const Products& products) {
+  std::int64_t work = 0;
+  for (int i = 0; i < products.count; ++i) {
+    work += products.shapes[i].m * products.shapes[i].n * products.shapes[i].k;
+  }
+  return work > thresholds.small_gemm_work ? Reason{"%n multiply-adds hide a launch each", work}
+                                           : why_not_small_gemms(products.shapes, products.count);
+}
+
+ProductShape shape_of(const Work& work, const WorkProduct& product) {
+  ProductShape p = product_shape(product.args);
+  p.scaled = true;
+  p.bias = product.result == Result::y && work.bias.rows > 0;
+  return p;
+}
+
+ProductBuffers buffers_of(const Work& work, const WorkProduct& product) {
+  const Operand* const operands = work.operands.begin();
+  Buffers b = codes_buffer(operands[product.b]);
+  if (product.result == Result::y && work.bias.rows > 0) {
+    b |= work.widens() ? Buffer::wide_bias : Buffer::bias;
+  }
+  return {codes_buffer(operands[product.a]), b, buffer_of(product.result)};
+}
+
+// Adds a product with a scale per k, or zeros.
+void add_single(Plan& plan, const Work& work, int index) {
+  const WorkProduct& product = work.products[index];
+  const Buffer out = buffer_of(product.result);
+  const LaunchShape shape{ceil_div(product.args.m * product.args.n, 256), 256};
+  if (product.clear) return plan.add(Kernel::fill_zero, shape, {}, out, ProductStep{index});
+  const ProductBuffers buffers = buffers_of(work, product);
+  Buffers reads = buffers.a | buffers.b;
+  if (product.args.accumulate) reads |= out;
+  plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
+  plan.add(Kernel::token, shape, reads, out, ProductStep{index}, product.args.out.dtype);
+}
+
 }  // namespace
 
 Reason why_not_small_gemms(const ProductShape* products, int count) {
@@ -285,72 +330,6 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
            work, products[0].out.dtype);
 }
 
-namespace {
-
-// Products that one launch may share, and their numbers in the call.
-struct Products {
-  ProductShape shapes[2]{};
-  ProductBuffers buffers[2]{};
-  int index[2]{};
-  int count = 0;
-};
-
-Reason why_not_one_launch(const Products& products) {
-  std::int64_t work = 0;
-  for (int i = 0; i < products.count; ++i) {
-    work += products.shapes[i].m * products.shapes[i].n * products.shapes[i].k;
-  }
-  return work > thresholds.small_gemm_work ? Reason{"%n multiply-adds hide a launch each", work}
-                                           : why_not_small_gemms(products.shapes, products.count);
-}
-
-ProductShape shape_of(const Work& work, const WorkProduct& product) {
-  ProductShape p = product_shape(product.args);
-  p.scaled = true;
-  p.bias = product.result == Result::y && work.bias.rows > 0;
-  return p;
-}
-
-ProductBuffers buffers_of(const Work& work, const WorkProduct& product) {
-  const Operand* const operands = work.operands.begin();
-  Buffers b = codes_buffer(operands[product.b]);
-  if (product.result == Result::y && work.bias.rows > 0) {
-    b |= work.widens() ? Buffer::wide_bias : Buffer::bias;
-  }
-  return {codes_buffer(operands[product.a]), b, buffer_of(product.result)};
-}
-
-// Adds a product with a scale per k, or zeros.
-void add_single(Plan& plan, const Work& work, int index) {
-  const WorkProduct& product = work.products[index];
-  const Buffer out = buffer_of(product.result);
-  const LaunchShape shape{ceil_div(product.args.m * product.args.n, 256), 256};
-  if (product.clear) return plan.add(Kernel::fill_zero, shape, {}, out, ProductStep{index});
-  const ProductBuffers buffers = buffers_of(work, product);
-  Buffers reads = buffers.a | buffers.b;
-  if (product.args.accumulate) reads |= out;
-  plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
-  plan.add(Kernel::token, shape, reads, out, ProductStep{index}, product.args.out.dtype);
-}
-
-void add_products(Plan& plan, const DeviceFacts& facts, const Products& products) {
-  const auto& [shapes, buffers, index, count] = products;
-  if (count == 0) return;
-  if (!plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(products)})) {
-    for (int i = 0; i < count; ++i) add_product(plan, facts, shapes[i], index[i], buffers[i]);
-    return;
-  }
-  Buffers reads, writes;
-  for (int i = 0; i < count; ++i) {
-    reads |= buffers[i].a | buffers[i].b;
-    writes |= buffers[i].out;
-    if (shapes[i].accumulate) reads |= buffers[i].out;
-  }
-  add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
-}
-
-}  // namespace
-
 void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
   Products products;
   for (int i = 0; i < 2; ++i) {
@@ -365,7 +344,18 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
     products.buffers[products.count] = buffers_of(work, product);
     products.index[products.count++] = i;
   }
-  add_products(plan, facts, products);
+  const auto& [shapes, buffers, index, count] = products;
+  if (count > 0 && plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(products)})) {
+    Buffers reads, writes;
+    for (int i = 0; i < count; ++i) {
+      reads |= buffers[i].a | buffers[i].b;
+      writes |= buffers[i].out;
+      if (shapes[i].accumulate) reads |= buffers[i].out;
+    }
+    add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
+  } else {
+    for (int i = 0; i < count; ++i) add_product(plan, facts, shapes[i], index[i], buffers[i]);
+  }
   for (int i = 0; i < 2; ++i) {
     const WorkProduct& product = work.products[i];
     if (product.exists() && !product.multiplies()) add_single(plan, work, i);
@@ -406,9 +396,7 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
 }
 
 MmaProduct mma_product(const ProductShape& p, bool int4) {
-  const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
-  const bool aligned = p.rows_aligned && p.rows_near && p.out.dense_rows && p.out.rows_aligned &&
-                       p.n * size % 16 == 0;
+  const bool aligned = p.rows_near && !why_not_vectors(p);
   return {p.m, p.n, int4 ? ceil_div(p.k, 2) : p.k, aligned, !int4 && p.k > int32_safe_k, int4};
 }
 

@@ -99,15 +99,11 @@ void add_rows_codes(Plan& plan, const Operand& job) {
   add_rows_pass(plan, job, RowsPass::codes);
 }
 
-}  // namespace
-
 void add_rows(Plan& plan, const Operand& job) {
   if (!job.quant.per_tensor) return add_rows_pass(plan, job, RowsPass::row_scales);
   add_rows_pass(plan, job, RowsPass::amax);
   add_rows_codes(plan, job);
 }
-
-namespace {
 
 // ---- columns -----------------------------------------------------------------------------------
 
@@ -275,27 +271,25 @@ void add_generic_columns(Plan& plan, const Operand& job) {
   add_finish_scales(plan, job);
 }
 
-}  // namespace
-
 bool add_columns(Plan& plan, const DeviceFacts& facts, const Operand& job) {
   ColumnTransform transform{};
   if (job.x.cols == 0 || job.out.k_padded == 0) {  // no codes; scales, if any, are 0
     if (job.out.scales > 0) add_finish_scales(plan, job);
     return false;
   }
-  switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
-                        why_not_one_pass(facts, job.transform, job.quant, transform)},
-                       {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
-                        why_not_columns(job.transform, job.quant, transform)},
-                       {Kernel::generic_amax}})) {
-    case Kernel::generic_amax:
-      add_generic_columns(plan, job);
-      return false;
-    case Kernel::columns_one_pass:
-      add_columns_one_pass(plan, facts, job, transform);
-      return job.sum;
-    default:
-      break;
+  const Kernel kernel =
+      plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
+                    why_not_one_pass(facts, job.transform, job.quant, transform)},
+                   {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
+                    why_not_columns(job.transform, job.quant, transform)},
+                   {Kernel::generic_amax}});
+  if (kernel == Kernel::generic_amax) {
+    add_generic_columns(plan, job);
+    return false;
+  }
+  if (kernel == Kernel::columns_one_pass) {
+    add_columns_one_pass(plan, facts, job, transform);
+    return job.sum;
   }
   const int runs = add_column_pass(plan, job, transform, Pass::amax);
   add_column_pass(plan, job, transform, Pass::codes);
@@ -304,8 +298,6 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const Operand& job) {
 }
 
 // ---- rows and the largest values of columns in one read ----------------------------------------
-
-namespace {
 
 // Reason against rows_column_amax_kernel. Without a reason, fills `work` and `shape`.
 Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
@@ -367,8 +359,6 @@ void add_rows_column_amax(Plan& plan, const Operand& rows, const Operand& column
   }
 }
 
-}  // namespace
-
 bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const Operand& rows,
                           const Operand& columns) {
   RowsColumnAmaxStep work{};
@@ -420,8 +410,6 @@ Reason add_rows_groups(Plan& plan, const Operand& rows, const Operand& saved) {
 }
 
 // ---- all operands of a small layer in one launch or two ----------------------------------------
-
-namespace {
 
 void add_zero(Plan& plan, const Operands& operands) {
   Buffers writes;

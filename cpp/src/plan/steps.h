@@ -1,5 +1,5 @@
-// Declarations shared by the files of the plan. Plans of whole calls are in plan_call.cpp, steps
-// that quantise operands in plan_quantize.cpp, steps of products in plan_gemm.cpp.
+// Declarations shared by the files of the plan. Plans of whole calls are in plan.cpp, steps that
+// quantise operands in plan_quantize.cpp, steps of products in plan_gemm.cpp.
 #pragma once
 
 #include <cstdint>
@@ -81,8 +81,7 @@ bool add_operands(Plan&, const DeviceFacts&, const Work&);
 
 // ---- g_b (plan.cpp) ----------------------------------------------------------------------------
 
-// Partial sums per column of g_b alone, one per 128 tokens, and at most by any kernel.
-std::int64_t sum_runs(std::int64_t rows);
+// Partial sums per column of g_b, at most by any kernel.
 std::int64_t most_sum_runs(const DeviceFacts&, std::int64_t rows);
 // Arrays that a sum reads.
 inline Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
