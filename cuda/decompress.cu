@@ -33,14 +33,9 @@ __device__ float token_size(const std::uint8_t* exponents, std::int64_t token) {
 template <class Tag>
 __device__ void store_pair(const MatrixOut& out, std::int64_t row, std::int64_t col,
                            const float (&v)[2]) {
-  void* const to = static_cast<char*>(out.data) + (row * out.row_stride + col) * Tag::size;
-  if constexpr (Tag::size == 4) {
-    *static_cast<float2*>(to) = make_float2(v[0], v[1]);
-  } else {
-    unsigned word[1];
-    Tag::pack(v, word);
-    *static_cast<unsigned*>(to) = word[0];
-  }
+  unsigned words[Tag::size / 2];
+  Tag::pack(v, words);
+  store_words(words, static_cast<char*>(out.data) + (row * out.row_stride + col) * Tag::size);
 }
 
 template <bool int4, class Tag>

@@ -199,35 +199,15 @@ __device__ void load_scales(const MmaWork& work, int tile, float* scales) {
   }
 }
 
-// Transposes words w[0..3] of four neighbouring lanes: lane q gets word q of all. Its own inverse.
-__device__ inline void transpose_quad(unsigned (&w)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-  const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[1], 1);
-  const unsigned y = __shfl_xor_sync(~0U, odd ? w[2] : w[3], 1);
-  if (odd) {
-    w[0] = x, w[2] = y;
+// Exchanges words of two lanes, `lanes` apart: b and d of the lower lane with a and c of the upper.
+__device__ inline void exchange(unsigned& a, unsigned& b, unsigned& c, unsigned& d, int lanes) {
+  const bool upper = threadIdx.x & static_cast<unsigned>(lanes);
+  const unsigned x = __shfl_xor_sync(~0U, upper ? a : b, lanes);
+  const unsigned y = __shfl_xor_sync(~0U, upper ? c : d, lanes);
+  if (upper) {
+    a = x, c = y;
   } else {
-    w[1] = x, w[3] = y;
-  }
-  const unsigned u = __shfl_xor_sync(~0U, high ? w[0] : w[2], 2);
-  const unsigned v = __shfl_xor_sync(~0U, high ? w[1] : w[3], 2);
-  if (high) {
-    w[0] = u, w[1] = v;
-  } else {
-    w[2] = u, w[3] = v;
-  }
-}
-
-// Transposes pairs w[0..1], w[2..3] of two neighbouring lanes. The even lane gets both first pairs,
-// the odd lane both second pairs, in lane order. It is its own inverse.
-__device__ inline void transpose_pair(unsigned (&w)[4]) {
-  const bool odd = threadIdx.x & 1;
-  const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[2], 1);
-  const unsigned y = __shfl_xor_sync(~0U, odd ? w[1] : w[3], 1);
-  if (odd) {
-    w[0] = x, w[1] = y;
-  } else {
-    w[2] = x, w[3] = y;
+    b = x, d = y;
   }
 }
 
@@ -317,11 +297,14 @@ class Writer {
   __device__ std::int64_t piece_column(int piece) const {
     return n0_ + (Tag::size == 2 ? lane_ % 4 * 8 : piece * 16 + lane_ % 2 * 8 + lane_ % 4 / 2 * 4);
   }
-  __device__ static void exchange(unsigned (&piece)[4]) {
+  // Transposes words of neighbouring lanes, its own inverse. 16-bit types: lane q of four gets word
+  // q of all. Others: the even lane of two gets both first pairs, the odd lane both second pairs.
+  __device__ static void transpose(unsigned (&w)[4]) {
     if constexpr (Tag::size == 2) {
-      transpose_quad(piece);
+      exchange(w[0], w[1], w[2], w[3], 1);
+      exchange(w[0], w[2], w[1], w[3], 2);
     } else {
-      transpose_pair(piece);
+      exchange(w[0], w[2], w[1], w[3], 1);
     }
   }
 
@@ -333,7 +316,7 @@ class Writer {
         unsigned piece[4] = {};
         const std::int64_t n = piece_column(p);
         if (m < gemm_.m && n < gemm_.n) load_words(place(m, n), piece);
-        exchange(piece);
+        transpose(piece);
 #pragma unroll
         for (int w = 0; w < 4; ++w) word[p * 4 + w] = piece[w];
       }
@@ -354,7 +337,7 @@ class Writer {
 #pragma unroll
       for (int p = 0; p < pieces; ++p) {
         unsigned piece[4] = {word[p * 4], word[p * 4 + 1], word[p * 4 + 2], word[p * 4 + 3]};
-        exchange(piece);
+        transpose(piece);
         const std::int64_t n = piece_column(p);
         if (m < gemm_.m && n < gemm_.n) store_words(piece, place(m, n));
       }

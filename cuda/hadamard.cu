@@ -270,12 +270,6 @@ __device__ void copy_raw(const Job& job, std::int64_t first, const unsigned char
   commit_copies();
 }
 
-// Words accessed as 4, 8 or 16 bytes at once.
-template <class Word, int Count>
-struct alignas(Count * sizeof(Word)) Piece {
-  Word v[Count];
-};
-
 // Step for index bits [Bit, Bit + Log). A thread holds 2^Log rows, 2^Bit apart, of groups of
 // `width` neighbouring columns. It then calls store(word, v), where v[r * width] is row r of column
 // `word` and the next columns follow.
@@ -299,9 +293,9 @@ struct ExchangeStep {
       float v[rows * width];
 #pragma unroll
       for (int r = 0; r < rows; ++r) {
-        const auto piece = *reinterpret_cast<const Piece<float, width>*>(tile + place(word, r));
-#pragma unroll
-        for (int c = 0; c < width; ++c) v[r * width + c] = piece.v[c];
+        unsigned words[width];
+        load_words(tile + place(word, r), words);
+        F32::unpack(words, v + r * width);
       }
       butterfly<width, rows * width>(v);
       store(word, v);
@@ -313,10 +307,9 @@ struct ExchangeStep {
     run(tile, threads, [&](int word, const float* v) {
 #pragma unroll
       for (int r = 0; r < rows; ++r) {
-        Piece<float, width> piece;
-#pragma unroll
-        for (int c = 0; c < width; ++c) piece.v[c] = v[r * width + c];
-        *reinterpret_cast<Piece<float, width>*>(tile + place(word, r)) = piece;
+        unsigned words[width];
+        F32::pack(v + r * width, words);
+        store_words(words, tile + place(word, r));
       }
     });
   }
@@ -339,9 +332,9 @@ struct ExchangeStep {
           if constexpr (width == 1) {
             T::store(job.out, at, v[r]);
           } else {
-            Piece<unsigned, width * T::size / 4> piece;
-            T::pack(v + r * width, piece.v);
-            *reinterpret_cast<decltype(piece)*>(static_cast<char*>(job.out) + at * T::size) = piece;
+            unsigned words[width * T::size / 4];
+            T::pack(v + r * width, words);
+            store_words(words, static_cast<char*>(job.out) + at * T::size);
           }
         }
       });

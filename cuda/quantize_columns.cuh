@@ -108,11 +108,7 @@ __device__ void load_tile(const Args& args, std::int64_t first_token, std::int64
 template <class Tag>
 __device__ void load_two(const char* from, float& first, float& second) {
   unsigned words[Tag::size / 2];
-  if constexpr (Tag::size == 4) {
-    load_words(from, words);
-  } else {
-    words[0] = *reinterpret_cast<const unsigned*>(from);
-  }
+  load_words(from, words);
   float pair[2];
   Tag::unpack(words, pair);
   first = pair[0];

@@ -108,11 +108,13 @@ void host_with_dtype(DType dtype, const F& f) {
   }
 }
 
-// Loads 8 bytes aligned to 8, or a multiple of 16 aligned to 16. Not through the read-only cache:
+// Loads 4 or 8 aligned bytes, or a multiple of 16 aligned to 16. Not through the read-only cache:
 // the output may be the input.
 template <int Words>
 __device__ void load_words(const void* p, unsigned (&word)[Words]) {
-  if constexpr (Words == 2) {
+  if constexpr (Words == 1) {
+    word[0] = *static_cast<const unsigned*>(p);
+  } else if constexpr (Words == 2) {
     const uint2 w = *static_cast<const uint2*>(p);
     word[0] = w.x, word[1] = w.y;
   } else {
@@ -127,7 +129,9 @@ __device__ void load_words(const void* p, unsigned (&word)[Words]) {
 
 template <int Words>
 __device__ void store_words(const unsigned (&word)[Words], void* p) {
-  if constexpr (Words == 2) {
+  if constexpr (Words == 1) {
+    *static_cast<unsigned*>(p) = word[0];
+  } else if constexpr (Words == 2) {
     *static_cast<uint2*>(p) = make_uint2(word[0], word[1]);
   } else {
     static_assert(Words % 4 == 0);
