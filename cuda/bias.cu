@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
+#include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
@@ -34,12 +35,7 @@ __global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, fl
       v[t] = token + t < x.rows ? Tag::load(x.data, (token + t) * x.row_stride + col * x.col_stride)
                                 : 0.0F;
     }
-#pragma unroll
-    for (int h = 1; h < 16; h *= 2) {
-#pragma unroll
-      for (int t = 0; t < 16; t += 2 * h) v[t] = v[t] + v[t + h];
-    }
-    total += v[0];
+    total += tree_sum(v);
   }
   partial[run * x.cols + col] = total;
 }

@@ -85,14 +85,12 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, 
   extern __shared__ __align__(1024) char memory[];
   // True if a k16 fits the memory of its tokens. Then P x is computed once.
   constexpr bool in_place = fits_in_place(transform, Tag::size);
-  const Place place = place_in_cluster(args, blockIdx.x);
-  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place_in_cluster(args, blockIdx.x), memory);
   tile.draw_folds();
   // All CTAs must have started before one writes to another's shared memory.
   if (args.cluster > 1) arrive_cluster();
   begin_kernel(args.independent);
-  if (tile.real()) tile.load(place.column_tile);
-  commit_copies();
+  tile.load();
   tile.load_factors();
   const DeviceOffset offset = warp_offset<rounding_of(transform)>(args.key);
   tile.wait_loaded();
@@ -100,11 +98,11 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, 
   if (args.cluster > 1) wait_cluster();
   const ColumnTotal total = tile.total(tile.reduce(args.cluster), args.cluster);
   const DeviceScale scale = device_scale(total.amax, args.bits);
-  if (tile.writes_column(place.column_tile)) {
-    tile.write_scale(place.column_tile, scale);
-    if (args.sum_wanted) tile.write_sum(place.column_tile, total.sum);
+  if (tile.writes_column()) {
+    tile.write_scale(scale);
+    if (args.sum_wanted) tile.write_sum(total.sum);
   }
-  tile.template write_codes<in_place>(place.column_tile, scale, offset);
+  tile.template write_codes<in_place>(scale, offset);
   end_kernel(args.independent);
 #endif
 }
@@ -115,17 +113,16 @@ __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::s
     column_amax_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char memory[];
   const Place place = place_in_row(args, blockIdx.x);
-  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place, memory);
   tile.draw_folds();
   begin_kernel(args.independent);
-  if (tile.real()) tile.load(place.column_tile);
-  commit_copies();
+  tile.load();
   tile.load_factors();
   tile.wait_loaded();
   tile.template accumulate_tile<false>();
   const ColumnTotal total = tile.total(tile.reduce(0), 0);
-  if (tile.warp() == 0 && tile.has_column(place.column_tile)) {
-    const std::int64_t column = tile.column(place.column_tile);
+  if (tile.warp() == 0 && tile.has_column()) {
+    const std::int64_t column = tile.column();
     atomic_max(args.amax + (args.per_tensor ? 0 : column), total.amax);
     if (args.sum_wanted) {
       args.partial_sums[place.rank * args.x.cols + column] = static_cast<float>(total.sum);
@@ -139,22 +136,21 @@ template <ColumnTransform transform, class Tag>
 __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::size, Pass::codes))
     column_codes_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char memory[];
-  const Place place = place_in_row(args, gridDim.x - 1 - blockIdx.x);
-  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place_in_row(args, gridDim.x - 1 - blockIdx.x),
+                                         memory);
   tile.draw_folds();
   begin_kernel(args.independent);
-  if (tile.real()) tile.load(place.column_tile);
-  commit_copies();
+  tile.load();
   tile.load_factors();
   const DeviceOffset offset = warp_offset<rounding_of(transform)>(args.key);
   tile.wait_loaded();
   std::uint32_t amax = 0;
-  if (tile.has_column(place.column_tile)) {
-    amax = args.amax[args.per_tensor ? 0 : tile.column(place.column_tile)];
+  if (tile.has_column()) {
+    amax = args.amax[args.per_tensor ? 0 : tile.column()];
   }
   const DeviceScale scale = device_scale(amax, args.bits);
-  if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
-  tile.template write_codes<false>(place.column_tile, scale, offset);
+  if (tile.writes_column()) tile.write_scale(scale);
+  tile.template write_codes<false>(scale, offset);
   end_kernel(args.independent);
 }
 

@@ -63,8 +63,8 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
                                               char* memory) {
   if (block >= operand.range.blocks) return begin_kernel();  // CTA that only fills the last cluster
   const columns::Args& args = operand.args;
-  const columns::Place place = columns::place_in_cluster(args, block);
-  const columns::WarpTile<transform, Tag, tile_warps(Tag::size)> tile(args, place.rank, memory);
+  const columns::WarpTile<transform, Tag, tile_warps(Tag::size)> tile(
+      args, columns::place_in_cluster(args, block), memory);
   tile.draw_folds();
   // The second of two launches copies before it waits. The first launch has already waited for the
   // kernels that make the matrix, and the slots are read later.
@@ -73,8 +73,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
   const bool reduces = args.cluster > 1 && operand.pass != Pass::codes;
   if (reduces) arrive_cluster();
   if (!waits_late) begin_kernel();
-  if (tile.real()) tile.load(place.column_tile);
-  commit_copies();
+  tile.load();
   if (waits_late) begin_kernel();
   const DeviceOffset offset = warp_offset<columns::rounding_of(transform)>(args.key);
   tile.wait_loaded();
@@ -85,8 +84,8 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
     total = tile.total(tile.reduce(args.cluster), args.cluster);
-    if (args.sum_wanted && tile.writes_column(place.column_tile)) {
-      tile.write_sum(place.column_tile, total.sum);
+    if (args.sum_wanted && tile.writes_column()) {
+      tile.write_sum(total.sum);
     }
   }
   if (operand.pass == Pass::amax) {
@@ -97,8 +96,8 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
     return;
   }
   const DeviceScale scale = device_scale(total.amax, args.bits);
-  if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
-  tile.template write_codes<false>(place.column_tile, scale, offset);
+  if (tile.writes_column()) tile.write_scale(scale);
+  tile.template write_codes<false>(scale, offset);
 }
 
 template <class Tag>

@@ -152,8 +152,7 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
     const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
     const char* from = tokens + block * token_block * layout.row_bytes + pair * 4;
     columns::Partial<transform, float> partial[2];
-    const bool folds_blocks = transform == ColumnTransform::projected && args.columns.fold != 0;
-    if (folds_blocks) {
+    if (transform == ColumnTransform::projected && args.columns.fold != 0) {
       const auto* offsets = reinterpret_cast<const int4*>(folds + block * token_block);
       float v[2][8];
 #pragma unroll
