@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
 #pragma unroll
   for (int t = 0; t < 64; ++t) amax = max(amax, abs_bits(v[t]));
   const GroupScale scale = group_scale(amax);
-  args.scale[col * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+  args.out.scale[col * ((args.x.rows + 63) / 64) + g] = scale.bf16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     finish_half(args, offset, col, g, half, scale, [&](int t) { return v[32 * half + t]; });
@@ -166,16 +166,12 @@ __global__ void __launch_bounds__(32 * exponent_rows)
 }  // namespace
 
 RequantizeArgs requantize_args(const Context& context, const Operand& job) {
-  const Groups& from = job.groups;
-  return {from.packed, from.row_bytes,
-          from.scale,  ceil_div(from.tokens, int4_group),
-          job.out,     device_key(context.key(), Purpose::requantize)};
+  return {job.groups, ceil_div(job.groups.tokens, int4_group), job.out,
+          device_key(context.key(), Purpose::requantize)};
 }
 
 GroupsArgs groups_args(const Context& context, const Operand& job) {
-  const Groups& out = job.groups;
-  return {job.x, out.packed, out.row_bytes, out.scale,
-          device_key(context.key(), Purpose::activation)};
+  return {job.x, job.groups, device_key(context.key(), Purpose::activation)};
 }
 
 void launch_groups(const Context& context, const plan::Step& step, const Work& work) {

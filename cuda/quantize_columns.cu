@@ -52,11 +52,7 @@ Args make_args(const Context& context, const Work& work, const Operand& job,
   args.sketch_weight = job.side() == Side::gradient ? p.sketch_weight : 1.0F;
   args.sketch = device_key(job.sketch_key, Purpose::sketch);
   args.key = device_key(context.key(), job.quant.purpose);
-  args.codes = job.out.codes;
-  args.scale = job.out.scale;
-  args.scales = job.out.scales;
-  args.amax = job.out.amax;
-  args.k_padded = job.out.k_padded;
+  args.out = job.out;
   args.token_tiles = token_tiles(p, transform);
   args.bits = job.quant.bits;
   args.per_tensor = job.quant.per_tensor;
@@ -123,7 +119,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::s
   const ColumnTotal total = tile.total(tile.reduce(0), 0);
   if (tile.warp() == 0 && tile.has_column()) {
     const std::int64_t column = tile.column();
-    atomic_max(args.amax + (args.per_tensor ? 0 : column), total.amax);
+    atomic_max(args.out.amax + (args.per_tensor ? 0 : column), total.amax);
     if (args.sum_wanted) {
       args.partial_sums[place.rank * args.x.cols + column] = static_cast<float>(total.sum);
     }
@@ -146,7 +142,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::s
   tile.wait_loaded();
   std::uint32_t amax = 0;
   if (tile.has_column()) {
-    amax = args.amax[args.per_tensor ? 0 : tile.column()];
+    amax = args.out.amax[args.per_tensor ? 0 : tile.column()];
   }
   const DeviceScale scale = device_scale(amax, args.bits);
   if (tile.writes_column()) tile.write_scale(scale);

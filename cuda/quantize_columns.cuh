@@ -38,11 +38,8 @@ struct Args {
   int fold;
   float sketch_weight;
   DeviceKey sketch, key;
-  std::int8_t* codes;
-  float* scale;
-  std::int64_t scales;
-  std::uint32_t* amax;  // largest values between two passes
-  std::int64_t k_padded, token_tiles, column_tiles;
+  Codes out;  // with the largest values between two passes
+  std::int64_t token_tiles, column_tiles;
   int ctas;     // per column tile
   int cluster;  // CTAs that reduce to one scale: all, or 0 for none
   int bits;
@@ -389,7 +386,7 @@ class WarpTile {
         number_(place.rank * (warps_ / tile_warps) + warp_ / tile_warps),
         tile_(memory + warp_ / tile_warps * tile_bytes),
         notes_(shared_.notes + warp_ * tile_notes(transform)),
-        k16_count_(args.k_padded / k16) {
+        k16_count_(args.out.k_padded / k16) {
     // The last token tile has only the steps that contain k.
     steps_ = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{tile_steps(transform)},
                                                        (k16_count_ + warp_k16s - 1) / warp_k16s -
@@ -527,12 +524,10 @@ class WarpTile {
   }
   __device__ bool has_column() const { return lane_ < columns && column() < args_.x.cols; }
   // Whether this lane, among all CTAs, writes the scale and sum of its column.
-  __device__ bool writes_column() const {
-    return warp_ == 0 && place_.rank == 0 && has_column();
-  }
+  __device__ bool writes_column() const { return warp_ == 0 && place_.rank == 0 && has_column(); }
 
   __device__ __forceinline__ void write_scale(const DeviceScale& scale) const {
-    if (column() < args_.scales) args_.scale[column()] = scale.scale;
+    if (column() < args_.out.scales) args_.out.scale[column()] = scale.scale;
   }
 
   __device__ __forceinline__ void write_sum(double total) const {
@@ -573,7 +568,8 @@ class WarpTile {
               [&](int i) { return v[c][i]; }, UniformScale{inv[c]}, args_.key, offset,
               static_cast<std::uint64_t>((row + c) * k16_count_ + k), args_.bits);
           if (!keep[c]) codes = make_uint4(0, 0, 0, 0);
-          *reinterpret_cast<uint4*>(args_.codes + (row + c) * args_.k_padded + k * k16) = codes;
+          *reinterpret_cast<uint4*>(args_.out.codes + (row + c) * args_.out.k_padded + k * k16) =
+              codes;
         }
       }
     }

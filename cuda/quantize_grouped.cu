@@ -47,7 +47,7 @@ struct GroupedArgs {
   RowsArgs rows;
   RequantizeArgs groups;
   int row_lanes_log2;
-  Range rows_range, groups_range;
+  Range rows_range;
   std::uint32_t* counter;  // of tiles, to be zeroed, or null
 };
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
   tile.wait_loaded();
   columns::ColumnTotal total;
   if (operand.pass == Pass::codes) {
-    total.amax = slots_max(args.amax, static_cast<int>(operand.range.blocks));
+    total.amax = slots_max(args.out.amax, static_cast<int>(operand.range.blocks));
   } else {
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
@@ -91,7 +91,7 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
   if (operand.pass == Pass::amax) {
     if (tile.warp() == 0) {
       const std::uint32_t amax = warp_max(total.amax);
-      if (tile.lane() == 0) args.amax[block] = amax;
+      if (tile.lane() == 0) args.out.amax[block] = amax;
     }
     return;
   }
@@ -178,7 +178,6 @@ void launch_grouped(const Context& context, const plan::Step& step, const Work& 
   }
   args.row_lanes_log2 = parts.row_lanes_log2;
   args.rows_range = parts.rows;
-  args.groups_range = parts.groups;
   args.rows.pass = parts.rows_pass;
   args.counter = counter_to_zero(step, work);
   const auto run = [&](auto tag) {

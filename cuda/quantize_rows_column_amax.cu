@@ -285,13 +285,13 @@ __global__ void __launch_bounds__(threads, 1)
     for (int block = 0; block < args.token_blocks; ++block) {
       column = max(column, largest[block * columns + c]);
     }
-    if (!args.columns.per_tensor) atomic_max(args.columns.amax + c, column);
+    if (!args.columns.per_tensor) atomic_max(args.columns.out.amax + c, column);
     all_columns = max(all_columns, column);
   }
   const bool leader = threadIdx.x % 32 == 0;
   if (args.columns.per_tensor) {
     all_columns = warp_max(all_columns);
-    if (leader) atomic_max(args.columns.amax, all_columns);
+    if (leader) atomic_max(args.columns.out.amax, all_columns);
   }
   if (args.rows.pass == RowsPass::amax) {
     rows_largest = warp_max(rows_largest);
@@ -315,7 +315,7 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
   args.token_blocks = part.token_blocks;
   args.tiles = part.tiles;
   args.unit_tiles = part.unit_tiles;
-  args.counter = args.columns.amax + part.counter;
+  args.counter = args.columns.out.amax + part.counter;
   with_lane_blocks(part.lane_blocks, [&](auto b) {
     constexpr int B = decltype(b)::value;
     launch(part.of == Source::gy ? "backward_linear" : "quantize_forward_input", context,
