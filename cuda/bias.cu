@@ -14,9 +14,7 @@
 namespace hot::detail {
 namespace {
 
-using bias::final_warps;
-using bias::sum_run;
-using bias::sum_threads;
+using namespace bias;
 
 // Adds blocks of 16 tokens in the order of row 0 of their FWHT. A thread adds up a run of blocks.
 template <class Tag>
@@ -74,7 +72,7 @@ __global__ void fill_zero_kernel(MatrixOut out) {
 }  // namespace
 
 void launch_partial_sum(const Context& context, const plan::Step& step, const Work& work) {
-  host_with_dtype(step.dtype, [&](auto tag) {
+  with_dtype(step.dtype, [&](auto tag) {
     launch("backward_linear", context, partial_sum_kernel<decltype(tag)>, step.shape, work.sum.x,
            work.all_scratch);
   });

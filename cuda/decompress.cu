@@ -123,7 +123,7 @@ void CudaBackend::decompress(const Context& context, const DecompressJob& job) c
                      reinterpret_cast<std::uintptr_t>(out.data) % (2 * dtype_size(out.dtype)) == 0;
   const std::int64_t groups = ceil_div(job.first + out.rows, int4_group) - job.first / int4_group;
   const LaunchShape shape{ceil_div(out.cols, tile_channels) * groups, threads};
-  host_with_dtype(out.dtype, [&](auto tag) {
+  with_dtype(out.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     launch(
         "decompress_activation", context,

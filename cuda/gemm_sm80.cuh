@@ -601,16 +601,15 @@ void mma_run(const Context& context, const GemmArgs& args, MmaCodes codes, const
              MmaPart part, void* workspace) {
   const bool int8 = codes == MmaCodes::int8;
   const MmaWork work = mma_work<T>(args, int8 ? args.k : ceil_div(args.k, 2), plan, workspace);
+  const LaunchShape shape{plan.blocks, T::threads, T::shared_bytes};
   if (part == MmaPart::fixup) {
     if constexpr (!T::any) {
-      launch("gemm", context, fixup_kernel<T>, mma_fixup_blocks(plan), fixup_threads, 0, work);
+      launch("gemm", context, fixup_kernel<T>, {mma_fixup_blocks(plan), fixup_threads}, work);
     }
   } else if (int8) {
-    launch("gemm", context, tile_kernel<MmaInt8, T>, plan.blocks, T::threads, T::shared_bytes,
-           work);
+    launch("gemm", context, tile_kernel<MmaInt8, T>, shape, work);
   } else if constexpr (T::int4) {
-    launch("gemm", context, tile_kernel<MmaInt4, T>, plan.blocks, T::threads, T::shared_bytes,
-           work);
+    launch("gemm", context, tile_kernel<MmaInt4, T>, shape, work);
   }
 }
 

@@ -30,12 +30,8 @@
 namespace hot::detail {
 namespace {
 
-using small_gemm::max_stages;
-using small_gemm::stage_bytes;
-using small_gemm::step_k;
-using small_gemm::sum_row_bytes;
-using small_gemm::threads;
-using small_gemm::tile_n;
+using namespace small_gemm;
+
 constexpr int mma_k = 32, step_mmas = step_k / mma_k;
 constexpr int row_pieces = step_k / 16;             // 16-byte pieces of a row in a stage
 constexpr int rows_at_once = threads / row_pieces;  // rows that all threads copy together

@@ -218,13 +218,13 @@ __global__ void __launch_bounds__(vector_threads, 2) fwht_vectors(const Job job)
 
 constexpr int vector_log_limit = 9;
 
-template <int LogV, int LogN = 0>
+template <int LogV>
 void launch_vectors(const Context& context, int log_n, const Job& job) {
-  if constexpr (LogN <= vector_log_limit) {
-    if (log_n != LogN) return launch_vectors<LogV, LogN + 1>(context, log_n, job);
+  with_number<0, vector_log_limit>(log_n, [&](auto log) {
+    constexpr int LogN = decltype(log)::value;
     launch("fwht", context, fwht_vectors<LogN, LogV>,
-           ceil_div(job.blocks.count, VectorPlan<LogN, LogV>::per_cta), vector_threads, 0, job);
-  }
+           {ceil_div(job.blocks.count, VectorPlan<LogN, LogV>::per_cta), vector_threads}, job);
+  });
 }
 
 // ---- fwht_exchange ------------------------------------------------------------------------------
@@ -407,33 +407,30 @@ void launch_exchange(const Context& context, std::int64_t blocks, std::size_t sh
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared),
              "fwht", "cudaFuncSetAttribute");
-  launch("fwht", context, kernel, blocks, ExchangePlan<LogN>::threads, shared, job);
+  launch("fwht", context, kernel, {blocks, ExchangePlan<LogN>::threads, shared}, job);
 }
 
 // Launches fwht_exchange, or returns false if the device has too little shared memory.
-template <int LogN = vector_log_limit + 1>
 bool try_exchange(const Context& context, int log_n, const Job& job) {
-  if constexpr (LogN <= exchange_log_limit) {
-    if (log_n != LogN) return try_exchange<LogN + 1>(context, log_n, job);
+  const LaunchFacts& device = launch_facts(context, "fwht");
+  const auto limit = static_cast<std::size_t>(device.shared_bytes);
+  return with_number<vector_log_limit + 1, exchange_log_limit>(log_n, [&](auto log) {
+    constexpr int LogN = decltype(log)::value;
     using P = ExchangePlan<LogN>;
     constexpr std::size_t tile = P::words * sizeof(float);
-    const auto limit = static_cast<std::size_t>(
-        device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, "fwht"));
     if (tile > limit) return false;
     const std::int64_t blocks = ceil_div(job.blocks.count, P::transforms);
     if constexpr (P::blocks_per_sm <= 2) {
       const std::size_t both = tile + P::words * dtype_size(job.x_dtype);
       if (dtype_size(job.x_dtype) == 2 && P::blocks_per_sm * both <= limit) {
-        const int sms = device_attribute(context, cudaDevAttrMultiProcessorCount, "fwht");
-        launch_exchange<LogN, true>(context, std::min(blocks, std::int64_t{sms} * P::blocks_per_sm),
-                                    both, job);
+        const auto resident = std::int64_t{device.sm_count} * P::blocks_per_sm;
+        launch_exchange<LogN, true>(context, std::min(blocks, resident), both, job);
         return true;
       }
     }
     launch_exchange<LogN, false>(context, blocks, tile, job);
     return true;
-  }
-  return false;
+  });
 }
 
 // ---- fwht_tile ----------------------------------------------------------------------------------
@@ -582,7 +579,7 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
                              static_cast<std::size_t>(words + words / 32) * sizeof(float);
   const int threads = std::clamp(std::max(words / 32, fibres / 4), 32, tile_threads);
   launch("fwht", context, halves ? fwht_tile<true> : fwht_tile<false>,
-         ceil_div(job.blocks.count, fibres), threads, shared, job, shape);
+         {ceil_div(job.blocks.count, fibres), threads, shared}, job, shape);
 }
 
 }  // namespace

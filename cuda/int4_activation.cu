@@ -179,7 +179,7 @@ void launch_groups(const Context& context, const plan::Step& step, const Work& w
   const auto run = [&](auto kernel) {
     launch("compress_activation", context, kernel, step.shape, args);
   };
-  host_with_dtype(step.dtype, [&](auto tag) {
+  with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {
       if (step.kernel == plan::Kernel::group_quads) return run(group_quads_kernel<Tag>);
@@ -193,7 +193,7 @@ void launch_token_exponents(const Context& context, const plan::Step& step, cons
   MatrixIn x = job.x;
   x.exponents = nullptr;
   x.divide = false;
-  host_with_dtype(step.dtype, [&](auto tag) {
+  with_dtype(step.dtype, [&](auto tag) {
     launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, x,
            plan::rows_aligned(x), job.exponents);
   });

@@ -127,19 +127,19 @@ void CudaBackend::quantize(const Context& context, const MatrixIn& x, const Quan
                          spec.bits,
                          q.dtype == DType::i4x2,
                          device_key(context.key(), Purpose::quantize)};
-  const std::int64_t grid = ceil_div(x.rows * ceil_div(x.cols, 16), 256);
-  launch("quantize", context, matrix_amax_kernel, grid, 256, 0, args);
+  const LaunchShape grid{ceil_div(x.rows * ceil_div(x.cols, 16), 256), 256};
+  launch("quantize", context, matrix_amax_kernel, grid, args);
   with_rounding(spec.rounding, [&](auto r) {
-    launch("quantize", context, matrix_codes_kernel<decltype(r)::value>, grid, 256, 0, args);
+    launch("quantize", context, matrix_codes_kernel<decltype(r)::value>, grid, args);
   });
-  launch("quantize", context, finish_scales_kernel, ceil_div(scales, 256), 256, 0,
+  launch("quantize", context, finish_scales_kernel, {ceil_div(scales, 256), 256},
          reinterpret_cast<const std::uint32_t*>(scale), 1, scale, scales, spec.bits);
 }
 
 void CudaBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
                              Granularity granularity, const MatrixOut& out) const {
   const DeviceGuard guard(context.device().index, "dequantize");
-  launch("dequantize", context, dequantize_kernel, ceil_div(out.rows * out.cols, 256), 256, 0, q,
+  launch("dequantize", context, dequantize_kernel, {ceil_div(out.rows * out.cols, 256), 256}, q,
          scale, granularity, q.dtype == DType::i4x2, out);
 }
 

@@ -155,7 +155,7 @@ using KernelOf = void (*)(Args);
 template <ColumnTransform transform>
 KernelOf kernel_of(Pass pass, DType dtype) {
   KernelOf kernel = nullptr;
-  host_with_dtype(dtype, [&](auto tag) {
+  with_dtype(dtype, [&](auto tag) {
     using Tag = decltype(tag);
     kernel = pass == Pass::both   ? columns_one_pass_kernel<transform, Tag>
              : pass == Pass::amax ? column_amax_kernel<transform, Tag>

@@ -27,12 +27,9 @@
 namespace hot::detail {
 namespace {
 
+using namespace grouped;
 using columns::ColumnTransform;
 using columns::Pass;
-
-using grouped::row_blocks;
-using grouped::threads;
-using grouped::tile_warps;
 using Range = plan::GroupedRange;
 
 // Range that quantises the columns of an operand.

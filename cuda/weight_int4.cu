@@ -235,9 +235,9 @@ void CudaBackend::dequantize_weight(const Context& context, const DequantizeWeig
   const DeviceGuard guard(context.device().index, stage);
   const std::int64_t chunks = job.w.rows * (job.w.k_padded / chunk);
   const bool aligned = plan::rows_aligned(job.out.contents()) && job.out.cols % chunk == 0;
-  host_with_dtype(job.out.dtype, [&](auto tag) {
-    launch(stage, context, dequantize_weight_kernel<decltype(tag)>, ceil_div(chunks, threads),
-           threads, 0, DequantizeArgs{job, chunks, aligned});
+  with_dtype(job.out.dtype, [&](auto tag) {
+    launch(stage, context, dequantize_weight_kernel<decltype(tag)>,
+           {ceil_div(chunks, threads), threads}, DequantizeArgs{job, chunks, aligned});
   });
 }
 
@@ -246,7 +246,7 @@ void CudaBackend::quantize_weight_int4(const Context& context, const Int4WeightJ
   const DeviceGuard guard(context.device().index, stage);
   launch(stage, context,
          job.out.group == 32 ? quantize_weight_int4_kernel<32> : quantize_weight_int4_kernel<64>,
-         job.out.rows, threads, 0, job);
+         {job.out.rows, threads}, job);
 }
 
 void CudaBackend::expand_weight_int4(const Context& context, const Int4Weight& w,
@@ -256,8 +256,7 @@ void CudaBackend::expand_weight_int4(const Context& context, const Int4Weight& w
   const std::int64_t chunks = w.rows * (w.k_padded / chunk);
   const ExpandArgs args{w, out, chunks, w.group == 32 ? 1 : 2};
   launch(stage, context, expand_weight_int4_kernel,
-         std::max<std::int64_t>(1, ceil_div(chunks, threads * chunks_per_thread)), threads, 0,
-         args);
+         {std::max<std::int64_t>(1, ceil_div(chunks, threads * chunks_per_thread)), threads}, args);
 }
 
 }  // namespace hot::detail

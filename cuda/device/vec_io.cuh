@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hot/tensor.h"
 
@@ -83,10 +84,10 @@ struct BF16 {
   }
 };
 
-// Calls f with the tag of a type. The branch is uniform. One kernel can therefore serve all nine
-// pairs of types at the cost of two of these branches.
+// Calls f with the tag of a type, on the host or a device. A kernel's branch is uniform. One kernel
+// can therefore serve all nine pairs of types at the cost of two of these branches.
 template <class F>
-__device__ void with_dtype(DType dtype, const F& f) {
+constexpr void with_dtype(DType dtype, const F& f) {
   if (dtype == DType::f32) {
     f(F32{});
   } else if (dtype == DType::f16) {
@@ -96,16 +97,13 @@ __device__ void with_dtype(DType dtype, const F& f) {
   }
 }
 
-// with_dtype on the host, for kernels with the type as a template argument.
-template <class F>
-void host_with_dtype(DType dtype, const F& f) {
-  if (dtype == DType::f32) {
-    f(F32{});
-  } else if (dtype == DType::f16) {
-    f(F16{});
-  } else {
-    f(BF16{});
+// Calls f with a number from First to Last as a compile-time constant.
+template <int First, int Last, class F>
+constexpr auto with_number(int number, const F& f) {
+  if constexpr (First < Last) {
+    if (number != First) return with_number<First + 1, Last>(number, f);
   }
+  return f(std::integral_constant<int, First>{});
 }
 
 // Loads 4 or 8 aligned bytes, or a multiple of 16 aligned to 16. Not through the read-only cache:
