@@ -63,13 +63,7 @@ __device__ inline unsigned sum_place(int row, int column) {
 
 // Waits for the oldest of `stages` groups of copies.
 __device__ inline void wait_oldest(int stages) {
-  if (stages == 1) {
-    wait_copies<0>();
-  } else if (stages == 2) {
-    wait_copies<1>();
-  } else {
-    wait_copies<max_stages - 1>();
-  }
+  with_constant<1, max_stages>(stages, [](auto n) { wait_copies<decltype(n)::value - 1>(); });
 }
 
 // Work of one CTA: a range of K steps, and its rank among the CTAs that share the tile.

@@ -80,11 +80,7 @@ struct Blocks {
   }
 };
 
-struct Job {
-  const void* x;
-  void* out;
-  DType x_dtype, out_dtype;
-  std::int64_t axis_stride_x, axis_stride_out;
+struct Job : FwhtArgs {
   Blocks blocks;
 };
 
@@ -220,7 +216,7 @@ constexpr int vector_log_limit = 9;
 
 template <int LogV>
 void launch_vectors(const Context& context, int log_n, const Job& job) {
-  with_number<0, vector_log_limit>(log_n, [&](auto log) {
+  with_constant<0, vector_log_limit>(log_n, [&](auto log) {
     constexpr int LogN = decltype(log)::value;
     launch("fwht", context, fwht_vectors<LogN, LogV>,
            {ceil_div(job.blocks.count, VectorPlan<LogN, LogV>::per_cta), vector_threads}, job);
@@ -414,7 +410,7 @@ void launch_exchange(const Context& context, std::int64_t blocks, std::size_t sh
 bool try_exchange(const Context& context, int log_n, const Job& job) {
   const LaunchFacts& device = launch_facts(context, "fwht");
   const auto limit = static_cast<std::size_t>(device.shared_bytes);
-  return with_number<vector_log_limit + 1, exchange_log_limit>(log_n, [&](auto log) {
+  return with_constant<vector_log_limit + 1, exchange_log_limit>(log_n, [&](auto log) {
     constexpr int LogN = decltype(log)::value;
     using P = ExchangePlan<LogN>;
     constexpr std::size_t tile = P::words * sizeof(float);
@@ -587,9 +583,7 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
 // ---- choice -------------------------------------------------------------------------------------
 
 void CudaBackend::fwht(const Context& context, const FwhtArgs& args) const {
-  Job job{args.x,           args.out,           args.x_dtype,
-          args.out_dtype,   args.axis_stride_x, args.axis_stride_out,
-          find_blocks(args)};
+  const Job job{args, find_blocks(args)};
   if (job.blocks.count == 0) return;
   const DeviceGuard guard(context.device().index, "fwht");
 

@@ -150,29 +150,6 @@ __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::s
   end_kernel(args.independent);
 }
 
-using KernelOf = void (*)(Args);
-
-template <ColumnTransform transform>
-KernelOf kernel_of(Pass pass, DType dtype) {
-  KernelOf kernel = nullptr;
-  with_dtype(dtype, [&](auto tag) {
-    using Tag = decltype(tag);
-    kernel = pass == Pass::both   ? columns_one_pass_kernel<transform, Tag>
-             : pass == Pass::amax ? column_amax_kernel<transform, Tag>
-                                  : column_codes_kernel<transform, Tag>;
-  });
-  return kernel;
-}
-
-KernelOf kernel_of(ColumnTransform transform, Pass pass, DType dtype) {
-  return transform == ColumnTransform::full ? kernel_of<ColumnTransform::full>(pass, dtype)
-         : transform == ColumnTransform::hadamard
-             ? kernel_of<ColumnTransform::hadamard>(pass, dtype)
-         : transform == ColumnTransform::factored
-             ? kernel_of<ColumnTransform::factored>(pass, dtype)
-             : kernel_of<ColumnTransform::projected>(pass, dtype);
-}
-
 }  // namespace
 
 void launch_columns(const Context& context, const plan::Step& step, const Work& work) {
@@ -182,8 +159,17 @@ void launch_columns(const Context& context, const plan::Step& step, const Work& 
   args.ctas = part.ctas;
   args.cluster = part.cluster;
   args.independent = step.independent;
-  launch("backward_linear", context, kernel_of(part.transform, part.pass, step.dtype), step.shape,
-         args);
+  with_constant<ColumnTransform::full, ColumnTransform::factored>(part.transform, [&](auto t) {
+    constexpr ColumnTransform transform = decltype(t)::value;
+    with_dtype(step.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      launch("backward_linear", context,
+             part.pass == Pass::both   ? columns_one_pass_kernel<transform, Tag>
+             : part.pass == Pass::amax ? column_amax_kernel<transform, Tag>
+                                       : column_codes_kernel<transform, Tag>,
+             step.shape, args);
+    });
+  });
 }
 
 }  // namespace hot::detail

@@ -16,8 +16,7 @@ namespace hot::detail {
 namespace {
 
 using columns::k16;
-
-enum class Pass { amax, codes };
+using columns::Pass;
 
 struct ColumnArgs {
   MatrixIn x;

@@ -102,7 +102,7 @@ void launch_rows(const Context& context, const plan::Step& step, const Work& wor
   } else {
     with_dtype(step.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      with_number<rows16_min_blocks, rows16_max_blocks>(rows.lane_blocks, [&](auto b) {
+      with_constant<rows16_min_blocks, rows16_max_blocks>(rows.lane_blocks, [&](auto b) {
         constexpr int B = decltype(b)::value;
         run(job.transform.block == gradient_block ? rows16_kernel<gradient_block, B, Tag, false>
             : job.powers.exponents == nullptr     ? rows16_kernel<forward_block, B, Tag, false>

@@ -312,7 +312,7 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
   args.tiles = part.tiles;
   args.unit_tiles = part.unit_tiles;
   args.counter = args.columns.out.amax + part.counter;
-  with_number<rows16_min_blocks, rows16_max_blocks>(part.lane_blocks, [&](auto b) {
+  with_constant<rows16_min_blocks, rows16_max_blocks>(part.lane_blocks, [&](auto b) {
     constexpr int B = decltype(b)::value;
     launch(part.of == Source::gy ? "backward_linear" : "quantize_forward_input", context,
            rows.transform.block == gradient_block ? rows_column_amax_kernel<gradient_block, B>

@@ -67,7 +67,7 @@ void launch_rows_groups(const Context& context, const plan::Step& step, const Wo
   with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {
-      with_number<rows16_min_blocks, rows16_max_blocks>(part.lane_blocks, [&](auto b) {
+      with_constant<rows16_min_blocks, rows16_max_blocks>(part.lane_blocks, [&](auto b) {
         launch("quantize_forward_input", context, rows_groups_kernel<decltype(b)::value, Tag>,
                step.shape, args);
       });

@@ -30,14 +30,19 @@ struct F32 {
   }
 };
 
-struct F16 {
+// Elements of a 16-bit type; a word holds two.
+template <class Scalar>
+struct Float16 {
   static constexpr int size = 2;
   __device__ static float load(const void* p, std::int64_t i) {
-    return __half2float(static_cast<const __half*>(p)[i]);
+    return static_cast<float>(static_cast<const Scalar*>(p)[i]);
   }
   __device__ static void store(void* p, std::int64_t i, float v) {
-    static_cast<__half*>(p)[i] = __float2half_rn(v);
+    static_cast<Scalar*>(p)[i] = Scalar(v);
   }
+};
+
+struct F16 : Float16<__half> {
   template <int Words>
   __device__ static void unpack(const unsigned (&word)[Words], float* v) {
 #pragma unroll
@@ -57,14 +62,7 @@ struct F16 {
   }
 };
 
-struct BF16 {
-  static constexpr int size = 2;
-  __device__ static float load(const void* p, std::int64_t i) {
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  }
-  __device__ static void store(void* p, std::int64_t i, float v) {
-    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
-  }
+struct BF16 : Float16<__nv_bfloat16> {
   template <int Words>
   __device__ static void unpack(const unsigned (&word)[Words], float* v) {
 #pragma unroll
@@ -97,13 +95,14 @@ constexpr void with_dtype(DType dtype, const F& f) {
   }
 }
 
-// Calls f with a number from First to Last as a compile-time constant.
-template <int First, int Last, class F>
-constexpr auto with_number(int number, const F& f) {
+// Calls f with a value from First to Last as a compile-time constant.
+template <auto First, auto Last, class F>
+constexpr auto with_constant(decltype(First) value, const F& f) {
   if constexpr (First < Last) {
-    if (number != First) return with_number<First + 1, Last>(number, f);
+    constexpr auto next = static_cast<decltype(First)>(static_cast<int>(First) + 1);
+    if (value != First) return with_constant<next, Last>(value, f);
   }
-  return f(std::integral_constant<int, First>{});
+  return f(std::integral_constant<decltype(First), First>{});
 }
 
 // Loads 4 or 8 aligned bytes, or a multiple of 16 aligned to 16. Not through the read-only cache:
