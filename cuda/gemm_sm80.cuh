@@ -111,17 +111,13 @@ class UnitCopies {
 
 // Copies for rows aligned to 16 bytes.
 template <class T>
-class PieceCopies {
- public:
-  __device__ PieceCopies(const MmaWork& work, unsigned ring) : pieces_(work, ring) {}
+struct PieceCopies : UnitCopies<T, 16> {
+  using UnitCopies<T, 16>::UnitCopies;
   __device__ void load() {
-    pieces_.load([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
+    UnitCopies<T, 16>::load([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
       copy_async(to, from, bytes);
     });
   }
-
- private:
-  UnitCopies<T, 16> pieces_;
 };
 
 // Unaligned word of a row with `left` remaining bytes, padded with zeros. Reads nothing beyond the
