@@ -16,7 +16,6 @@
 //   * traffic: A step of a tile reads tile_m + 64 rows of the operands from the L2 cache. The
 //     output is written once.
 // The division of the work is chosen by a model (TileCost, plan_gemm.cpp).
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/device/async_copy.cuh"

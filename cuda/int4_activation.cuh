@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "work.h"
 

@@ -3,7 +3,6 @@
 //   kernels the memory of the scales holds bit patterns of the largest values.
 // * finish_scales_kernel: converts largest values to scales.
 // * dequantize_kernel: a thread takes an element.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/backend.h"

@@ -27,9 +27,7 @@
 //   order, which finds the end of x in the L2 cache. They serve devices without clusters (before
 //   sm_90), a single scale, and more than 8,192 tokens. Clusters of 16 CTAs find no place while
 //   another kernel holds some SMs.
-#include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/launch.h"

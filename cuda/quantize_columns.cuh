@@ -5,9 +5,7 @@
 
 #include <cooperative_groups.h>
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/async_copy.cuh"
 #include "cuda/device/butterfly.cuh"
@@ -15,7 +13,6 @@
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
-#include "cuda/launch.h"
 #include "kernels.h"
 #include "plan/plan.h"
 

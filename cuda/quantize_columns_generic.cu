@@ -4,7 +4,6 @@
 // generic_columns_kernel: two passes over x, first the largest values (atomicMax), then the codes.
 //   A thread takes a column and keeps a block of it in its own column of shared memory. There are
 //   no barriers and no bank conflicts.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"

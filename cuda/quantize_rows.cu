@@ -14,7 +14,6 @@
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
-#include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"

@@ -24,7 +24,6 @@
 //   * end: A CTA updates the largest values in global memory once.
 //   * traffic: 2 bytes read and 1 written per element, and 2 + 1 (rank 8: 0.5) for the codes of the
 //     columns. Three kernels would read 2 bytes three times.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/device/async_copy.cuh"

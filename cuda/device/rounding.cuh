@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/vec_io.cuh"
 #include "hot/quantize.h"
