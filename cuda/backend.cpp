@@ -19,16 +19,14 @@ const Backend& cuda_backend() {
 // ---- the device --------------------------------------------------------------------------------
 
 CudaDevice::CudaDevice(const Context& context) : context_(context) {
-  const char* const stage = "plan";
-  const int major = device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage);
+  const LaunchFacts& device = launch_facts(context, "plan");
   const bool restricted = context.arch() == 80;
-  facts_.arch = 10 * major + device_attribute(context, cudaDevAttrComputeCapabilityMinor, stage);
-  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
-  facts_.sm_count = std::max(sm_count - context.sm_margin(), std::min(sm_count, 2));
-  facts_.shared_bytes = device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
-  if (!restricted) plan::set_features(facts_, kernels_overlap(context, stage), sm90_built());
+  facts_.arch = 10 * device.major + device.minor;
+  facts_.sm_count = std::max(device.sm_count - context.sm_margin(), std::min(device.sm_count, 2));
+  facts_.shared_bytes = device.shared_bytes;
+  if (!restricted) plan::set_features(facts_, device.overlap, sm90_built());
   // sm_90 runs INT4 mma.sync at 1/30 of its INT8 rate; only tests of sm_80's kernels use it there.
-  facts_.int4_units = major == 8 || (restricted && mma_int4(10 * major));
+  facts_.int4_units = device.major == 8 || (restricted && mma_int4(10 * device.major));
   facts_.queries = this;
 }
 

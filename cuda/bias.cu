@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
+#include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
@@ -13,9 +14,7 @@
 namespace hot::detail {
 namespace {
 
-using bias::final_warps;
-using bias::sum_run;
-using bias::sum_threads;
+using namespace bias;
 
 // Adds blocks of 16 tokens in the order of row 0 of their FWHT. A thread adds up a run of blocks.
 template <class Tag>
@@ -34,12 +33,7 @@ __global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, fl
       v[t] = token + t < x.rows ? Tag::load(x.data, (token + t) * x.row_stride + col * x.col_stride)
                                 : 0.0F;
     }
-#pragma unroll
-    for (int h = 1; h < 16; h *= 2) {
-#pragma unroll
-      for (int t = 0; t < 16; t += 2 * h) v[t] = v[t] + v[t + h];
-    }
-    total += v[0];
+    total += tree_sum(v);
   }
   partial[run * x.cols + col] = total;
 }
@@ -78,7 +72,7 @@ __global__ void fill_zero_kernel(MatrixOut out) {
 }  // namespace
 
 void launch_partial_sum(const Context& context, const plan::Step& step, const Work& work) {
-  host_with_dtype(step.dtype, [&](auto tag) {
+  with_dtype(step.dtype, [&](auto tag) {
     launch("backward_linear", context, partial_sum_kernel<decltype(tag)>, step.shape, work.sum.x,
            work.all_scratch);
   });

@@ -190,10 +190,10 @@ void CudaBackend::encode_blocks(const Context& context, const EncodeBlocksJob& j
   const EncodeArgs args{job, device_key(context.key(), Purpose::quantize),
                         static_cast<unsigned>(ctas),
                         parts_aligned(job.wire, job.parts.count, job.parts)};
-  host_with_dtype(job.dtype, [&](auto tag) {
+  with_dtype(job.dtype, [&](auto tag) {
     with_rounding(job.rounding, [&](auto r) {
       launch(stage, context, encode_blocks_kernel<decltype(tag), decltype(r)::value>,
-             job.parts.count * ctas, threads, 0, args);
+             {job.parts.count * ctas, threads}, args);
     });
   });
 }
@@ -205,8 +205,8 @@ void CudaBackend::sum_blocks(const Context& context, const SumBlocksJob& job) co
   SumArgs args{job, static_cast<unsigned>(ctas),
                parts_aligned(job.wire, job.ranks * job.parts.count, job.parts)};
   args.factor /= BlockParts::block;
-  host_with_dtype(job.dtype, [&](auto tag) {
-    launch(stage, context, sum_blocks_kernel<decltype(tag)>, job.parts.count * ctas, threads, 0,
+  with_dtype(job.dtype, [&](auto tag) {
+    launch(stage, context, sum_blocks_kernel<decltype(tag)>, {job.parts.count * ctas, threads},
            args);
   });
 }

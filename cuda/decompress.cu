@@ -33,14 +33,9 @@ __device__ float token_size(const std::uint8_t* exponents, std::int64_t token) {
 template <class Tag>
 __device__ void store_pair(const MatrixOut& out, std::int64_t row, std::int64_t col,
                            const float (&v)[2]) {
-  void* const to = static_cast<char*>(out.data) + (row * out.row_stride + col) * Tag::size;
-  if constexpr (Tag::size == 4) {
-    *static_cast<float2*>(to) = make_float2(v[0], v[1]);
-  } else {
-    unsigned word[1];
-    Tag::pack(v, word);
-    *static_cast<unsigned*>(to) = word[0];
-  }
+  unsigned words[Tag::size / 2];
+  Tag::pack(v, words);
+  store_words(words, static_cast<char*>(out.data) + (row * out.row_stride + col) * Tag::size);
 }
 
 template <bool int4, class Tag>
@@ -128,7 +123,7 @@ void CudaBackend::decompress(const Context& context, const DecompressJob& job) c
                      reinterpret_cast<std::uintptr_t>(out.data) % (2 * dtype_size(out.dtype)) == 0;
   const std::int64_t groups = ceil_div(job.first + out.rows, int4_group) - job.first / int4_group;
   const LaunchShape shape{ceil_div(out.cols, tile_channels) * groups, threads};
-  host_with_dtype(out.dtype, [&](auto tag) {
+  with_dtype(out.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     launch(
         "decompress_activation", context,

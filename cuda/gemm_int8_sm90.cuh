@@ -122,10 +122,10 @@ struct Sm90Gemm {
     if constexpr (stream_k) {
       check(Kernel::initialize_workspace(all, workspace, context.stream()), "initialize_workspace");
     }
-    set_kernel_limits("gemm", context, cutlass::device_kernel<Kernel>,
-                      LaunchShape{1, Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, 2});
+    set_shared_limit("gemm", context, reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>),
+                     Kernel::SharedStorageSize);
     // Where kernels overlap, its producers wait for what is before, as begin_kernel does.
-    const bool overlap = !stream_k && kernels_overlap(context, "gemm");
+    const bool overlap = !stream_k && launch_facts(context, "gemm").overlap;
     check(Device::run(params, context.stream(), nullptr, overlap), "run");
   }
 

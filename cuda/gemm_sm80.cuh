@@ -111,17 +111,13 @@ class UnitCopies {
 
 // Copies for rows aligned to 16 bytes.
 template <class T>
-class PieceCopies {
- public:
-  __device__ PieceCopies(const MmaWork& work, unsigned ring) : pieces_(work, ring) {}
+struct PieceCopies : UnitCopies<T, 16> {
+  using UnitCopies<T, 16>::UnitCopies;
   __device__ void load() {
-    pieces_.load([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
+    UnitCopies<T, 16>::load([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
       copy_async(to, from, bytes);
     });
   }
-
- private:
-  UnitCopies<T, 16> pieces_;
 };
 
 // Unaligned word of a row with `left` remaining bytes, padded with zeros. Reads nothing beyond the
@@ -199,35 +195,15 @@ __device__ void load_scales(const MmaWork& work, int tile, float* scales) {
   }
 }
 
-// Transposes words w[0..3] of four neighbouring lanes: lane q gets word q of all. Its own inverse.
-__device__ inline void transpose_quad(unsigned (&w)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-  const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[1], 1);
-  const unsigned y = __shfl_xor_sync(~0U, odd ? w[2] : w[3], 1);
-  if (odd) {
-    w[0] = x, w[2] = y;
+// Exchanges words of two lanes, `lanes` apart: b and d of the lower lane with a and c of the upper.
+__device__ inline void exchange(unsigned& a, unsigned& b, unsigned& c, unsigned& d, int lanes) {
+  const bool upper = threadIdx.x & static_cast<unsigned>(lanes);
+  const unsigned x = __shfl_xor_sync(~0U, upper ? a : b, lanes);
+  const unsigned y = __shfl_xor_sync(~0U, upper ? c : d, lanes);
+  if (upper) {
+    a = x, c = y;
   } else {
-    w[1] = x, w[3] = y;
-  }
-  const unsigned u = __shfl_xor_sync(~0U, high ? w[0] : w[2], 2);
-  const unsigned v = __shfl_xor_sync(~0U, high ? w[1] : w[3], 2);
-  if (high) {
-    w[0] = u, w[1] = v;
-  } else {
-    w[2] = u, w[3] = v;
-  }
-}
-
-// Transposes pairs w[0..1], w[2..3] of two neighbouring lanes. The even lane gets both first pairs,
-// the odd lane both second pairs, in lane order. It is its own inverse.
-__device__ inline void transpose_pair(unsigned (&w)[4]) {
-  const bool odd = threadIdx.x & 1;
-  const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[2], 1);
-  const unsigned y = __shfl_xor_sync(~0U, odd ? w[1] : w[3], 1);
-  if (odd) {
-    w[0] = x, w[1] = y;
-  } else {
-    w[2] = x, w[3] = y;
+    b = x, d = y;
   }
 }
 
@@ -317,11 +293,14 @@ class Writer {
   __device__ std::int64_t piece_column(int piece) const {
     return n0_ + (Tag::size == 2 ? lane_ % 4 * 8 : piece * 16 + lane_ % 2 * 8 + lane_ % 4 / 2 * 4);
   }
-  __device__ static void exchange(unsigned (&piece)[4]) {
+  // Transposes words of neighbouring lanes, its own inverse. 16-bit types: lane q of four gets word
+  // q of all. Others: the even lane of two gets both first pairs, the odd lane both second pairs.
+  __device__ static void transpose(unsigned (&w)[4]) {
     if constexpr (Tag::size == 2) {
-      transpose_quad(piece);
+      exchange(w[0], w[1], w[2], w[3], 1);
+      exchange(w[0], w[2], w[1], w[3], 2);
     } else {
-      transpose_pair(piece);
+      exchange(w[0], w[2], w[1], w[3], 1);
     }
   }
 
@@ -333,7 +312,7 @@ class Writer {
         unsigned piece[4] = {};
         const std::int64_t n = piece_column(p);
         if (m < gemm_.m && n < gemm_.n) load_words(place(m, n), piece);
-        exchange(piece);
+        transpose(piece);
 #pragma unroll
         for (int w = 0; w < 4; ++w) word[p * 4 + w] = piece[w];
       }
@@ -354,7 +333,7 @@ class Writer {
 #pragma unroll
       for (int p = 0; p < pieces; ++p) {
         unsigned piece[4] = {word[p * 4], word[p * 4 + 1], word[p * 4 + 2], word[p * 4 + 3]};
-        exchange(piece);
+        transpose(piece);
         const std::int64_t n = piece_column(p);
         if (m < gemm_.m && n < gemm_.n) store_words(piece, place(m, n));
       }
@@ -618,16 +597,15 @@ void mma_run(const Context& context, const GemmArgs& args, MmaCodes codes, const
              MmaPart part, void* workspace) {
   const bool int8 = codes == MmaCodes::int8;
   const MmaWork work = mma_work<T>(args, int8 ? args.k : ceil_div(args.k, 2), plan, workspace);
+  const LaunchShape shape{plan.blocks, T::threads, T::shared_bytes};
   if (part == MmaPart::fixup) {
     if constexpr (!T::any) {
-      launch("gemm", context, fixup_kernel<T>, mma_fixup_blocks(plan), fixup_threads, 0, work);
+      launch("gemm", context, fixup_kernel<T>, {mma_fixup_blocks(plan), fixup_threads}, work);
     }
   } else if (int8) {
-    launch("gemm", context, tile_kernel<MmaInt8, T>, plan.blocks, T::threads, T::shared_bytes,
-           work);
+    launch("gemm", context, tile_kernel<MmaInt8, T>, shape, work);
   } else if constexpr (T::int4) {
-    launch("gemm", context, tile_kernel<MmaInt4, T>, plan.blocks, T::threads, T::shared_bytes,
-           work);
+    launch("gemm", context, tile_kernel<MmaInt4, T>, shape, work);
   }
 }
 

@@ -16,7 +16,6 @@
 //   * traffic: A step of a tile reads tile_m + 64 rows of the operands from the L2 cache. The
 //     output is written once.
 // The division of the work is chosen by a model (TileCost, plan_gemm.cpp).
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/device/async_copy.cuh"
@@ -30,12 +29,8 @@
 namespace hot::detail {
 namespace {
 
-using small_gemm::max_stages;
-using small_gemm::stage_bytes;
-using small_gemm::step_k;
-using small_gemm::sum_row_bytes;
-using small_gemm::threads;
-using small_gemm::tile_n;
+using namespace small_gemm;
+
 constexpr int mma_k = 32, step_mmas = step_k / mma_k;
 constexpr int row_pieces = step_k / 16;             // 16-byte pieces of a row in a stage
 constexpr int rows_at_once = threads / row_pieces;  // rows that all threads copy together
@@ -67,13 +62,7 @@ __device__ inline unsigned sum_place(int row, int column) {
 
 // Waits for the oldest of `stages` groups of copies.
 __device__ inline void wait_oldest(int stages) {
-  if (stages == 1) {
-    wait_copies<0>();
-  } else if (stages == 2) {
-    wait_copies<1>();
-  } else {
-    wait_copies<max_stages - 1>();
-  }
+  with_constant<1, max_stages>(stages, [](auto n) { wait_copies<decltype(n)::value - 1>(); });
 }
 
 // Work of one CTA: a range of K steps, and its rank among the CTAs that share the tile.

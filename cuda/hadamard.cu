@@ -80,11 +80,7 @@ struct Blocks {
   }
 };
 
-struct Job {
-  const void* x;
-  void* out;
-  DType x_dtype, out_dtype;
-  std::int64_t axis_stride_x, axis_stride_out;
+struct Job : FwhtArgs {
   Blocks blocks;
 };
 
@@ -218,13 +214,13 @@ __global__ void __launch_bounds__(vector_threads, 2) fwht_vectors(const Job job)
 
 constexpr int vector_log_limit = 9;
 
-template <int LogV, int LogN = 0>
+template <int LogV>
 void launch_vectors(const Context& context, int log_n, const Job& job) {
-  if constexpr (LogN <= vector_log_limit) {
-    if (log_n != LogN) return launch_vectors<LogV, LogN + 1>(context, log_n, job);
+  with_constant<0, vector_log_limit>(log_n, [&](auto log) {
+    constexpr int LogN = decltype(log)::value;
     launch("fwht", context, fwht_vectors<LogN, LogV>,
-           ceil_div(job.blocks.count, VectorPlan<LogN, LogV>::per_cta), vector_threads, 0, job);
-  }
+           {ceil_div(job.blocks.count, VectorPlan<LogN, LogV>::per_cta), vector_threads}, job);
+  });
 }
 
 // ---- fwht_exchange ------------------------------------------------------------------------------
@@ -270,12 +266,6 @@ __device__ void copy_raw(const Job& job, std::int64_t first, const unsigned char
   commit_copies();
 }
 
-// Words accessed as 4, 8 or 16 bytes at once.
-template <class Word, int Count>
-struct alignas(Count * sizeof(Word)) Piece {
-  Word v[Count];
-};
-
 // Step for index bits [Bit, Bit + Log). A thread holds 2^Log rows, 2^Bit apart, of groups of
 // `width` neighbouring columns. It then calls store(word, v), where v[r * width] is row r of column
 // `word` and the next columns follow.
@@ -299,9 +289,9 @@ struct ExchangeStep {
       float v[rows * width];
 #pragma unroll
       for (int r = 0; r < rows; ++r) {
-        const auto piece = *reinterpret_cast<const Piece<float, width>*>(tile + place(word, r));
-#pragma unroll
-        for (int c = 0; c < width; ++c) v[r * width + c] = piece.v[c];
+        unsigned words[width];
+        load_words(tile + place(word, r), words);
+        F32::unpack(words, v + r * width);
       }
       butterfly<width, rows * width>(v);
       store(word, v);
@@ -313,10 +303,9 @@ struct ExchangeStep {
     run(tile, threads, [&](int word, const float* v) {
 #pragma unroll
       for (int r = 0; r < rows; ++r) {
-        Piece<float, width> piece;
-#pragma unroll
-        for (int c = 0; c < width; ++c) piece.v[c] = v[r * width + c];
-        *reinterpret_cast<Piece<float, width>*>(tile + place(word, r)) = piece;
+        unsigned words[width];
+        F32::pack(v + r * width, words);
+        store_words(words, tile + place(word, r));
       }
     });
   }
@@ -339,9 +328,9 @@ struct ExchangeStep {
           if constexpr (width == 1) {
             T::store(job.out, at, v[r]);
           } else {
-            Piece<unsigned, width * T::size / 4> piece;
-            T::pack(v + r * width, piece.v);
-            *reinterpret_cast<decltype(piece)*>(static_cast<char*>(job.out) + at * T::size) = piece;
+            unsigned words[width * T::size / 4];
+            T::pack(v + r * width, words);
+            store_words(words, static_cast<char*>(job.out) + at * T::size);
           }
         }
       });
@@ -414,33 +403,30 @@ void launch_exchange(const Context& context, std::int64_t blocks, std::size_t sh
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared),
              "fwht", "cudaFuncSetAttribute");
-  launch("fwht", context, kernel, blocks, ExchangePlan<LogN>::threads, shared, job);
+  launch("fwht", context, kernel, {blocks, ExchangePlan<LogN>::threads, shared}, job);
 }
 
 // Launches fwht_exchange, or returns false if the device has too little shared memory.
-template <int LogN = vector_log_limit + 1>
 bool try_exchange(const Context& context, int log_n, const Job& job) {
-  if constexpr (LogN <= exchange_log_limit) {
-    if (log_n != LogN) return try_exchange<LogN + 1>(context, log_n, job);
+  const LaunchFacts& device = launch_facts(context, "fwht");
+  const auto limit = static_cast<std::size_t>(device.shared_bytes);
+  return with_constant<vector_log_limit + 1, exchange_log_limit>(log_n, [&](auto log) {
+    constexpr int LogN = decltype(log)::value;
     using P = ExchangePlan<LogN>;
     constexpr std::size_t tile = P::words * sizeof(float);
-    const auto limit = static_cast<std::size_t>(
-        device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, "fwht"));
     if (tile > limit) return false;
     const std::int64_t blocks = ceil_div(job.blocks.count, P::transforms);
     if constexpr (P::blocks_per_sm <= 2) {
       const std::size_t both = tile + P::words * dtype_size(job.x_dtype);
       if (dtype_size(job.x_dtype) == 2 && P::blocks_per_sm * both <= limit) {
-        const int sms = device_attribute(context, cudaDevAttrMultiProcessorCount, "fwht");
-        launch_exchange<LogN, true>(context, std::min(blocks, std::int64_t{sms} * P::blocks_per_sm),
-                                    both, job);
+        const auto resident = std::int64_t{device.sm_count} * P::blocks_per_sm;
+        launch_exchange<LogN, true>(context, std::min(blocks, resident), both, job);
         return true;
       }
     }
     launch_exchange<LogN, false>(context, blocks, tile, job);
     return true;
-  }
-  return false;
+  });
 }
 
 // ---- fwht_tile ----------------------------------------------------------------------------------
@@ -589,7 +575,7 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
                              static_cast<std::size_t>(words + words / 32) * sizeof(float);
   const int threads = std::clamp(std::max(words / 32, fibres / 4), 32, tile_threads);
   launch("fwht", context, halves ? fwht_tile<true> : fwht_tile<false>,
-         ceil_div(job.blocks.count, fibres), threads, shared, job, shape);
+         {ceil_div(job.blocks.count, fibres), threads, shared}, job, shape);
 }
 
 }  // namespace
@@ -597,9 +583,7 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
 // ---- choice -------------------------------------------------------------------------------------
 
 void CudaBackend::fwht(const Context& context, const FwhtArgs& args) const {
-  Job job{args.x,           args.out,           args.x_dtype,
-          args.out_dtype,   args.axis_stride_x, args.axis_stride_out,
-          find_blocks(args)};
+  const Job job{args, find_blocks(args)};
   if (job.blocks.count == 0) return;
   const DeviceGuard guard(context.device().index, "fwht");
 

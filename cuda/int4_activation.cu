@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
 #pragma unroll
   for (int t = 0; t < 64; ++t) amax = max(amax, abs_bits(v[t]));
   const GroupScale scale = group_scale(amax);
-  args.scale[col * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+  args.out.scale[col * ((args.x.rows + 63) / 64) + g] = scale.bf16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     finish_half(args, offset, col, g, half, scale, [&](int t) { return v[32 * half + t]; });
@@ -166,16 +166,12 @@ __global__ void __launch_bounds__(32 * exponent_rows)
 }  // namespace
 
 RequantizeArgs requantize_args(const Context& context, const Operand& job) {
-  const Groups& from = job.groups;
-  return {from.packed, from.row_bytes,
-          from.scale,  ceil_div(from.tokens, int4_group),
-          job.out,     device_key(context.key(), Purpose::requantize)};
+  return {job.groups, ceil_div(job.groups.tokens, int4_group), job.out,
+          device_key(context.key(), Purpose::requantize)};
 }
 
 GroupsArgs groups_args(const Context& context, const Operand& job) {
-  const Groups& out = job.groups;
-  return {job.x, out.packed, out.row_bytes, out.scale,
-          device_key(context.key(), Purpose::activation)};
+  return {job.x, job.groups, device_key(context.key(), Purpose::activation)};
 }
 
 void launch_groups(const Context& context, const plan::Step& step, const Work& work) {
@@ -183,7 +179,7 @@ void launch_groups(const Context& context, const plan::Step& step, const Work& w
   const auto run = [&](auto kernel) {
     launch("compress_activation", context, kernel, step.shape, args);
   };
-  host_with_dtype(step.dtype, [&](auto tag) {
+  with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {
       if (step.kernel == plan::Kernel::group_quads) return run(group_quads_kernel<Tag>);
@@ -197,7 +193,7 @@ void launch_token_exponents(const Context& context, const plan::Step& step, cons
   MatrixIn x = job.x;
   x.exponents = nullptr;
   x.divide = false;
-  host_with_dtype(step.dtype, [&](auto tag) {
+  with_dtype(step.dtype, [&](auto tag) {
     launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, x,
            plan::rows_aligned(x), job.exponents);
   });

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "work.h"
 
@@ -20,9 +19,7 @@ __device__ inline float nibble(const uint2& packed, int j) {
 
 struct GroupsArgs {
   MatrixIn x;
-  std::uint8_t* packed;
-  std::int64_t row_bytes;
-  std::uint16_t* scale;
+  Groups out;
   DeviceKey key;
 };
 
@@ -49,7 +46,7 @@ template <class Value>
 __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, std::int64_t col,
                             std::int64_t g, int half, const GroupScale& scale, const Value& value) {
   const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
-  if (at >= args.row_bytes) return;  // row_bytes is a multiple of 16
+  if (at >= args.out.row_bytes) return;  // row_bytes is a multiple of 16
   uint2 codes[2] = {};
   if (scale.keep) {
 #pragma unroll
@@ -59,7 +56,7 @@ __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, 
                              static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i));
     }
   }
-  *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
+  *reinterpret_cast<uint4*>(args.out.packed + col * args.out.row_bytes + at) =
       make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
 }
 
@@ -107,7 +104,7 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
   };
   const unsigned two = quarter < 2 ? amax.x : amax.y;
   const GroupScale scale = group_scale(abs_bits(quarter % 2 == 0 ? value(two, 0) : value(two, 1)));
-  if (live) args.scale[(col + quarter) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+  if (live) args.out.scale[(col + quarter) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
   const unsigned finite = __ballot_sync(0xffffffffU, scale.keep) >> eighth;
   const std::int64_t at = g * 32 + quarter * 8, row_blocks = (args.x.rows + 15) / 16;
 #pragma unroll
@@ -117,17 +114,15 @@ __device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned 
         [&](int t) { return value(c < 2 ? word[t].x : word[t].y, c % 2); }, inv, args.key, offset,
         static_cast<std::uint64_t>((col + c) * row_blocks + g * 4 + quarter));
     if ((finite >> (8 * c) & 1) == 0) codes = make_uint2(0, 0);
-    if (live && at < args.row_bytes) {  // row_bytes is a multiple of 16
-      *reinterpret_cast<uint2*>(args.packed + (col + c) * args.row_bytes + at) = codes;
+    if (live && at < args.out.row_bytes) {  // row_bytes is a multiple of 16
+      *reinterpret_cast<uint2*>(args.out.packed + (col + c) * args.out.row_bytes + at) = codes;
     }
   }
 }
 
 struct RequantizeArgs {
-  const std::uint8_t* packed;
-  std::int64_t row_bytes;
-  const std::uint16_t* scale;
-  std::int64_t groups;
+  Groups from;
+  std::int64_t groups;  // per channel
   Codes out;
   DeviceKey key;
 };
@@ -137,9 +132,9 @@ template <class AllMax>
 __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, std::int64_t row,
                                                    int t, int T, const AllMax& all_max) {
   const int row_blocks = static_cast<int>(args.out.k_padded / 16);
-  const auto* from = reinterpret_cast<const uint2*>(args.packed + row * args.row_bytes);
+  const auto* from = reinterpret_cast<const uint2*>(args.from.packed + row * args.from.row_bytes);
   const DeviceOffset offset = warp_offset<Rounding::stochastic>(args.key);
-  const std::uint16_t* const scales = args.scale + row * args.groups;
+  const std::uint16_t* const scales = args.from.scale + row * args.groups;
   std::uint32_t largest = 0;  // scales are positive or NaN, so bit patterns have their order
   for (std::int64_t g = t; g < args.groups; g += T) {
     largest = max(largest, std::uint32_t{scales[g]});

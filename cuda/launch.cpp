@@ -2,7 +2,6 @@
 // library's only global state.
 #include "cuda/launch.h"
 
-#include <algorithm>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -13,24 +12,21 @@
 namespace hot::detail {
 namespace {
 
-struct DeviceFacts {
-  int major = 0, minor = 0, sm_count = 0, shared_bytes = 0;
-  bool overlap = false;
-};
-
 int query_device(int device, cudaDeviceAttr attribute, const char* stage) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, attribute, device), stage, "cudaDeviceGetAttribute");
   return value;
 }
 
-// Facts of every device, queried at the first call. The queries create no CUDA context.
-const DeviceFacts& device_facts(const Context& context, const char* stage) {
-  static const std::vector<DeviceFacts> all = [&] {
-    std::vector<DeviceFacts> facts(static_cast<std::size_t>(cuda_device_count()));
+}  // namespace
+
+const LaunchFacts& launch_facts(const Context& context, const char* stage) {
+  // Facts of every device, queried at the first call. The queries create no CUDA context.
+  static const std::vector<LaunchFacts> all = [&] {
+    std::vector<LaunchFacts> facts(static_cast<std::size_t>(cuda_device_count()));
     const bool built = std::string(cuda_archs()).find("90") != std::string::npos;
     int device = 0;
-    for (DeviceFacts& one : facts) {
+    for (LaunchFacts& one : facts) {
       one.major = query_device(device, cudaDevAttrComputeCapabilityMajor, stage);
       one.minor = query_device(device, cudaDevAttrComputeCapabilityMinor, stage);
       one.sm_count = query_device(device, cudaDevAttrMultiProcessorCount, stage);
@@ -43,39 +39,45 @@ const DeviceFacts& device_facts(const Context& context, const char* stage) {
   return all[static_cast<std::size_t>(context.device().index)];
 }
 
-}  // namespace
-
-int device_attribute(const Context& context, cudaDeviceAttr attribute, const char* stage) {
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor:
-      return device_facts(context, stage).major;
-    case cudaDevAttrComputeCapabilityMinor:
-      return device_facts(context, stage).minor;
-    case cudaDevAttrMultiProcessorCount:
-      return device_facts(context, stage).sm_count;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      return device_facts(context, stage).shared_bytes;
-    default:
-      return query_device(context.device().index, attribute, stage);
-  }
-}
-
-bool kernels_overlap(const Context& context, const char* stage) {
-  return device_facts(context, stage).overlap;
-}
-
-void set_kernel_limits(const char* stage, const Context& context, const void* kernel,
-                       const LaunchShape& shape) {
+void set_shared_limit(const char* stage, const Context& context, const void* kernel,
+                      std::size_t shared_bytes) {
+  // Up to 48 KB needs no opt-in; this leaves 12 KB for static shared memory.
+  if (shared_bytes <= 36 * 1024) return;
   static std::mutex mutex;
-  static std::map<std::pair<int, const void*>, std::size_t> kernels;
+  static std::map<std::pair<int, const void*>, std::size_t> limits;
   const std::lock_guard<std::mutex> lock(mutex);
-  std::size_t& limit = kernels[{context.device().index, kernel}];
-  if (shape.shared_bytes > limit) {
+  std::size_t& limit = limits[{context.device().index, kernel}];
+  if (shared_bytes > limit) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shape.shared_bytes)),
+                                    static_cast<int>(shared_bytes)),
                stage, "cudaFuncSetAttribute");
-    limit = shape.shared_bytes;
+    limit = shared_bytes;
   }
+}
+
+cudaLaunchConfig_t launch_config(const char* stage, const Context& context, const void* kernel,
+                                 const LaunchShape& shape, cudaLaunchAttribute (&attributes)[2]) {
+  if (shape.blocks > 0x7fffffff) {
+    throw Error(ErrorCode::unsupported, std::string(stage) + ": too many elements for one launch");
+  }
+  set_shared_limit(stage, context, kernel, shape.shared_bytes);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(shape.rows));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = context.stream();
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  }
+  if (launch_facts(context, stage).overlap) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  return config;
 }
 
 const char* cuda_archs() noexcept { return HOT_CUDA_ARCHS; }

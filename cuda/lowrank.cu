@@ -31,7 +31,7 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
   if (p.k == 0 || x.cols == 0) return;
   const DeviceGuard guard(context.device().index, "hla");
   const plan::GenericGrid grid = plan::generic_grid(p, x.cols, 0);
-  launch("hla", context, hla_kernel, grid.blocks, grid.threads, grid.shared_bytes, x,
+  launch("hla", context, hla_kernel, {grid.blocks, grid.threads, grid.shared_bytes}, x,
          device_projection(p, side, sketch_key), grid.run, out);
 }
 

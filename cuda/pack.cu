@@ -33,13 +33,13 @@ __global__ void unpack_kernel(MatrixIn packed, MatrixOut out) {
 
 void CudaBackend::pack_int4(const Context& context, const MatrixIn& q, const MatrixOut& out) const {
   const DeviceGuard guard(context.device().index, "pack_int4");
-  launch("pack_int4", context, pack_kernel, ceil_div(out.rows * out.cols, 256), 256, 0, q, out);
+  launch("pack_int4", context, pack_kernel, {ceil_div(out.rows * out.cols, 256), 256}, q, out);
 }
 
 void CudaBackend::unpack_int4(const Context& context, const MatrixIn& packed,
                               const MatrixOut& out) const {
   const DeviceGuard guard(context.device().index, "unpack_int4");
-  launch("unpack_int4", context, unpack_kernel, ceil_div(out.rows * out.cols, 256), 256, 0, packed,
+  launch("unpack_int4", context, unpack_kernel, {ceil_div(out.rows * out.cols, 256), 256}, packed,
          out);
 }
 

@@ -3,7 +3,6 @@
 //   kernels the memory of the scales holds bit patterns of the largest values.
 // * finish_scales_kernel: converts largest values to scales.
 // * dequantize_kernel: a thread takes an element.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/backend.h"
@@ -25,11 +24,9 @@ __global__ void finish_scales_kernel(const std::uint32_t* amax, int step, float*
 
 struct MatrixQuant {
   MatrixIn x;
-  std::int8_t* codes;
-  std::int64_t code_stride;
+  MatrixOut q;
   float* scale;
-  Granularity granularity;
-  int bits;
+  QuantSpec spec;
   bool packed;
   DeviceKey key;
 };
@@ -44,14 +41,14 @@ __global__ void matrix_amax_kernel(MatrixQuant args) {
   std::uint32_t best = 0;
   for (std::int64_t c = col; c < min(col + 16, args.x.cols); ++c) {
     const std::uint32_t bits = abs_bits(load_element(args.x, row, c));
-    if (args.granularity == Granularity::channel) {
+    if (args.spec.scale == Granularity::channel) {
       atomic_max(amax + c, bits);
     } else {
       best = max(best, bits);
     }
   }
-  if (args.granularity != Granularity::channel)
-    atomic_max(amax + scale_at(args.granularity, row, col), best);
+  if (args.spec.scale != Granularity::channel)
+    atomic_max(amax + scale_at(args.spec.scale, row, col), best);
 }
 
 template <Rounding rounding>
@@ -68,15 +65,15 @@ __global__ void matrix_codes_kernel(MatrixQuant args) {
     value[j] = inv[j] = 0.0F;
     if (col + j >= args.x.cols) continue;
     const DeviceScale s = device_scale(
-        __float_as_uint(args.scale[scale_at(args.granularity, row, col + j)]), args.bits);
+        __float_as_uint(args.scale[scale_at(args.spec.scale, row, col + j)]), args.spec.bits);
     if (s.keep) value[j] = load_element(args.x, row, col + j), inv[j] = s.inv;
   }
   const uint4 codes =
       round_group<rounding>([&](int j) { return value[j]; }, [&](int j) { return inv[j]; },
-                            args.key, offset, static_cast<std::uint64_t>(i), args.bits);
+                            args.key, offset, static_cast<std::uint64_t>(i), args.spec.bits);
   const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   const int count = static_cast<int>(min(std::int64_t{16}, args.x.cols - col));
-  std::int8_t* out = args.codes + row * args.code_stride;
+  std::int8_t* out = static_cast<std::int8_t*>(args.q.data) + row * args.q.row_stride;
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     if (j >= count) break;
@@ -119,27 +116,21 @@ void CudaBackend::quantize(const Context& context, const MatrixIn& x, const Quan
       cudaMemsetAsync(scale, 0, static_cast<std::size_t>(scales) * sizeof(float), context.stream()),
       "quantize", "cudaMemsetAsync");
   if (x.rows == 0 || x.cols == 0) return;
-  const MatrixQuant args{x,
-                         static_cast<std::int8_t*>(q.data),
-                         q.row_stride,
-                         scale,
-                         spec.scale,
-                         spec.bits,
-                         q.dtype == DType::i4x2,
-                         device_key(context.key(), Purpose::quantize)};
-  const std::int64_t grid = ceil_div(x.rows * ceil_div(x.cols, 16), 256);
-  launch("quantize", context, matrix_amax_kernel, grid, 256, 0, args);
+  const MatrixQuant args{
+      x, q, scale, spec, q.dtype == DType::i4x2, device_key(context.key(), Purpose::quantize)};
+  const LaunchShape grid{ceil_div(x.rows * ceil_div(x.cols, 16), 256), 256};
+  launch("quantize", context, matrix_amax_kernel, grid, args);
   with_rounding(spec.rounding, [&](auto r) {
-    launch("quantize", context, matrix_codes_kernel<decltype(r)::value>, grid, 256, 0, args);
+    launch("quantize", context, matrix_codes_kernel<decltype(r)::value>, grid, args);
   });
-  launch("quantize", context, finish_scales_kernel, ceil_div(scales, 256), 256, 0,
+  launch("quantize", context, finish_scales_kernel, {ceil_div(scales, 256), 256},
          reinterpret_cast<const std::uint32_t*>(scale), 1, scale, scales, spec.bits);
 }
 
 void CudaBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
                              Granularity granularity, const MatrixOut& out) const {
   const DeviceGuard guard(context.device().index, "dequantize");
-  launch("dequantize", context, dequantize_kernel, ceil_div(out.rows * out.cols, 256), 256, 0, q,
+  launch("dequantize", context, dequantize_kernel, {ceil_div(out.rows * out.cols, 256), 256}, q,
          scale, granularity, q.dtype == DType::i4x2, out);
 }
 

@@ -27,9 +27,7 @@
 //   order, which finds the end of x in the L2 cache. They serve devices without clusters (before
 //   sm_90), a single scale, and more than 8,192 tokens. Clusters of 16 CTAs find no place while
 //   another kernel holds some SMs.
-#include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/launch.h"
@@ -52,11 +50,7 @@ Args make_args(const Context& context, const Work& work, const Operand& job,
   args.sketch_weight = job.side() == Side::gradient ? p.sketch_weight : 1.0F;
   args.sketch = device_key(job.sketch_key, Purpose::sketch);
   args.key = device_key(context.key(), job.quant.purpose);
-  args.codes = job.out.codes;
-  args.scale = job.out.scale;
-  args.scales = job.out.scales;
-  args.amax = job.out.amax;
-  args.k_padded = job.out.k_padded;
+  args.out = job.out;
   args.token_tiles = token_tiles(p, transform);
   args.bits = job.quant.bits;
   args.per_tensor = job.quant.per_tensor;
@@ -85,14 +79,12 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, 
   extern __shared__ __align__(1024) char memory[];
   // True if a k16 fits the memory of its tokens. Then P x is computed once.
   constexpr bool in_place = fits_in_place(transform, Tag::size);
-  const Place place = place_in_cluster(args, blockIdx.x);
-  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place_in_cluster(args, blockIdx.x), memory);
   tile.draw_folds();
   // All CTAs must have started before one writes to another's shared memory.
   if (args.cluster > 1) arrive_cluster();
   begin_kernel(args.independent);
-  if (tile.real()) tile.load(place.column_tile);
-  commit_copies();
+  tile.load();
   tile.load_factors();
   const DeviceOffset offset = warp_offset<rounding_of(transform)>(args.key);
   tile.wait_loaded();
@@ -100,11 +92,11 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(transform, Tag::size, 
   if (args.cluster > 1) wait_cluster();
   const ColumnTotal total = tile.total(tile.reduce(args.cluster), args.cluster);
   const DeviceScale scale = device_scale(total.amax, args.bits);
-  if (tile.writes_column(place.column_tile)) {
-    tile.write_scale(place.column_tile, scale);
-    if (args.sum_wanted) tile.write_sum(place.column_tile, total.sum);
+  if (tile.writes_column()) {
+    tile.write_scale(scale);
+    if (args.sum_wanted) tile.write_sum(total.sum);
   }
-  tile.template write_codes<in_place>(place.column_tile, scale, offset);
+  tile.template write_codes<in_place>(scale, offset);
   end_kernel(args.independent);
 #endif
 }
@@ -115,18 +107,17 @@ __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::s
     column_amax_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char memory[];
   const Place place = place_in_row(args, blockIdx.x);
-  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place, memory);
   tile.draw_folds();
   begin_kernel(args.independent);
-  if (tile.real()) tile.load(place.column_tile);
-  commit_copies();
+  tile.load();
   tile.load_factors();
   tile.wait_loaded();
   tile.template accumulate_tile<false>();
   const ColumnTotal total = tile.total(tile.reduce(0), 0);
-  if (tile.warp() == 0 && tile.has_column(place.column_tile)) {
-    const std::int64_t column = tile.column(place.column_tile);
-    atomic_max(args.amax + (args.per_tensor ? 0 : column), total.amax);
+  if (tile.warp() == 0 && tile.has_column()) {
+    const std::int64_t column = tile.column();
+    atomic_max(args.out.amax + (args.per_tensor ? 0 : column), total.amax);
     if (args.sum_wanted) {
       args.partial_sums[place.rank * args.x.cols + column] = static_cast<float>(total.sum);
     }
@@ -139,46 +130,22 @@ template <ColumnTransform transform, class Tag>
 __global__ void __launch_bounds__(32 * two_pass_warps, sm_ctas(transform, Tag::size, Pass::codes))
     column_codes_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char memory[];
-  const Place place = place_in_row(args, gridDim.x - 1 - blockIdx.x);
-  const WarpTile<transform, Tag, 1> tile(args, place.rank, memory);
+  const WarpTile<transform, Tag, 1> tile(args, place_in_row(args, gridDim.x - 1 - blockIdx.x),
+                                         memory);
   tile.draw_folds();
   begin_kernel(args.independent);
-  if (tile.real()) tile.load(place.column_tile);
-  commit_copies();
+  tile.load();
   tile.load_factors();
   const DeviceOffset offset = warp_offset<rounding_of(transform)>(args.key);
   tile.wait_loaded();
   std::uint32_t amax = 0;
-  if (tile.has_column(place.column_tile)) {
-    amax = args.amax[args.per_tensor ? 0 : tile.column(place.column_tile)];
+  if (tile.has_column()) {
+    amax = args.out.amax[args.per_tensor ? 0 : tile.column()];
   }
   const DeviceScale scale = device_scale(amax, args.bits);
-  if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
-  tile.template write_codes<false>(place.column_tile, scale, offset);
+  if (tile.writes_column()) tile.write_scale(scale);
+  tile.template write_codes<false>(scale, offset);
   end_kernel(args.independent);
-}
-
-using KernelOf = void (*)(Args);
-
-template <ColumnTransform transform>
-KernelOf kernel_of(Pass pass, DType dtype) {
-  KernelOf kernel = nullptr;
-  host_with_dtype(dtype, [&](auto tag) {
-    using Tag = decltype(tag);
-    kernel = pass == Pass::both   ? columns_one_pass_kernel<transform, Tag>
-             : pass == Pass::amax ? column_amax_kernel<transform, Tag>
-                                  : column_codes_kernel<transform, Tag>;
-  });
-  return kernel;
-}
-
-KernelOf kernel_of(ColumnTransform transform, Pass pass, DType dtype) {
-  return transform == ColumnTransform::full ? kernel_of<ColumnTransform::full>(pass, dtype)
-         : transform == ColumnTransform::hadamard
-             ? kernel_of<ColumnTransform::hadamard>(pass, dtype)
-         : transform == ColumnTransform::factored
-             ? kernel_of<ColumnTransform::factored>(pass, dtype)
-             : kernel_of<ColumnTransform::projected>(pass, dtype);
 }
 
 }  // namespace
@@ -190,8 +157,17 @@ void launch_columns(const Context& context, const plan::Step& step, const Work& 
   args.ctas = part.ctas;
   args.cluster = part.cluster;
   args.independent = step.independent;
-  launch("backward_linear", context, kernel_of(part.transform, part.pass, step.dtype), step.shape,
-         args);
+  with_constant<ColumnTransform::full, ColumnTransform::factored>(part.transform, [&](auto t) {
+    constexpr ColumnTransform transform = decltype(t)::value;
+    with_dtype(step.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      launch("backward_linear", context,
+             part.pass == Pass::both   ? columns_one_pass_kernel<transform, Tag>
+             : part.pass == Pass::amax ? column_amax_kernel<transform, Tag>
+                                       : column_codes_kernel<transform, Tag>,
+             step.shape, args);
+    });
+  });
 }
 
 }  // namespace hot::detail

@@ -5,9 +5,7 @@
 
 #include <cooperative_groups.h>
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/async_copy.cuh"
 #include "cuda/device/butterfly.cuh"
@@ -15,7 +13,6 @@
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
-#include "cuda/launch.h"
 #include "kernels.h"
 #include "plan/plan.h"
 
@@ -38,11 +35,8 @@ struct Args {
   int fold;
   float sketch_weight;
   DeviceKey sketch, key;
-  std::int8_t* codes;
-  float* scale;
-  std::int64_t scales;
-  std::uint32_t* amax;  // largest values between two passes
-  std::int64_t k_padded, token_tiles, column_tiles;
+  Codes out;  // with the largest values between two passes
+  std::int64_t token_tiles, column_tiles;
   int ctas;     // per column tile
   int cluster;  // CTAs that reduce to one scale: all, or 0 for none
   int bits;
@@ -108,11 +102,7 @@ __device__ void load_tile(const Args& args, std::int64_t first_token, std::int64
 template <class Tag>
 __device__ void load_two(const char* from, float& first, float& second) {
   unsigned words[Tag::size / 2];
-  if constexpr (Tag::size == 4) {
-    load_words(from, words);
-  } else {
-    words[0] = *reinterpret_cast<const unsigned*>(from);
-  }
+  load_words(from, words);
   float pair[2];
   Tag::unpack(words, pair);
   first = pair[0];
@@ -278,20 +268,6 @@ struct Partial {
     for (int k = 0; k < k16; ++k) add(largest[0], v[k]);
     if (sum_wanted) sum += static_cast<Sum>(v[0]) + static_cast<Sum>(v[8]);
   }
-
-  // Sum in the order of row 0 of an FWHT.
-  template <int Size>
-  __device__ static float tree_sum(const float (&v)[Size]) {
-    float total[Size];
-#pragma unroll
-    for (int t = 0; t < Size; ++t) total[t] = v[t];
-#pragma unroll
-    for (int h = 1; h < Size; h *= 2) {
-#pragma unroll
-      for (int t = 0; t < Size; t += 2 * h) total[t] = total[t] + total[t + h];
-    }
-    return total[0];
-  }
 };
 
 template <ColumnTransform transform, class Tag>
@@ -303,7 +279,7 @@ __device__ void accumulate(const Args& args, const LaneK16& from, const std::uin
     from.load<Tag>(0, v);
     if constexpr (transform == ColumnTransform::factored) {
       for (int c = 0; c < 2 && sum_wanted; ++c) {
-        partial[c].sum += static_cast<double>(partial[c].tree_sum(v[c]));
+        partial[c].sum += static_cast<double>(tree_sum(v[c]));
       }
       multiply_factors(notes, v);
     }
@@ -396,18 +372,18 @@ class WarpTile {
  public:
   static constexpr int columns = tile_row_bytes / Tag::size;
 
-  __device__ __forceinline__ WarpTile(const Args& args, int rank, char* memory)
+  __device__ __forceinline__ WarpTile(const Args& args, const Place& place, char* memory)
       : args_(args),
-        rank_(rank),
+        place_(place),
         thread_(static_cast<int>(threadIdx.x)),
         warp_(thread_ / 32),
         lane_(thread_ % 32),
         warps_(static_cast<int>(blockDim.x) / 32),
         shared_(memory, warps_ / tile_warps, warps_, args.cluster),
-        number_(rank * (warps_ / tile_warps) + warp_ / tile_warps),
+        number_(place.rank * (warps_ / tile_warps) + warp_ / tile_warps),
         tile_(memory + warp_ / tile_warps * tile_bytes),
         notes_(shared_.notes + warp_ * tile_notes(transform)),
-        k16_count_(args.k_padded / k16) {
+        k16_count_(args.out.k_padded / k16) {
     // The last token tile has only the steps that contain k.
     steps_ = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{tile_steps(transform)},
                                                        (k16_count_ + warp_k16s - 1) / warp_k16s -
@@ -445,12 +421,13 @@ class WarpTile {
     }
   }
 
-  // Whether this warp has a token tile. The last CTA of a column tile may have idle warps.
-  __device__ bool real() const { return number_ < args_.token_tiles; }
-
-  __device__ __forceinline__ void load(unsigned column_tile) const {
-    load_tile<transform, Tag, tile_warps>(args_, std::int64_t{number_} * tile_tokens,
-                                          std::int64_t{column_tile} * columns, tile_);
+  // Starts the copies. The last CTA of a column tile may have idle warps, which have no token tile.
+  __device__ __forceinline__ void load() const {
+    if (number_ < args_.token_tiles) {
+      load_tile<transform, Tag, tile_warps>(args_, std::int64_t{number_} * tile_tokens,
+                                            std::int64_t{place_.column_tile} * columns, tile_);
+    }
+    commit_copies();
   }
 
   __device__ void wait_loaded() const {
@@ -511,7 +488,7 @@ class WarpTile {
       for (int w = first_warp; w < warps_; w += tile_warps) {
         amax = max(amax, shared_.warp[w].amax[c]);
       }
-      Partials* const mine = gathered + (cluster == 0 ? 0 : rank_);
+      Partials* const mine = gathered + (cluster == 0 ? 0 : place_.rank);
       store_to_cta(&mine->amax[c], to, cluster, amax);
       if (args_.sum_wanted && to == 0) {
         double sum = 0.0;
@@ -532,44 +509,38 @@ class WarpTile {
     ColumnTotal total;
     if (lane_ >= columns) return total;
     for (int r = 0; r < max(1, cluster); ++r) total.amax = max(total.amax, gathered[r].amax[lane_]);
-    if (args_.sum_wanted && warp_ == 0 && (rank_ == 0 || cluster == 0)) {
+    if (args_.sum_wanted && warp_ == 0 && (place_.rank == 0 || cluster == 0)) {
       for (int r = 0; r < max(1, cluster); ++r) total.sum += gathered[r].sum[lane_];
     }
     return total;
   }
 
   // Column of this lane in the column tile.
-  __device__ std::int64_t column(unsigned column_tile) const {
-    return std::int64_t{column_tile} * columns + lane_;
+  __device__ std::int64_t column() const {
+    return std::int64_t{place_.column_tile} * columns + lane_;
   }
-  __device__ bool has_column(unsigned column_tile) const {
-    return lane_ < columns && column(column_tile) < args_.x.cols;
-  }
+  __device__ bool has_column() const { return lane_ < columns && column() < args_.x.cols; }
   // Whether this lane, among all CTAs, writes the scale and sum of its column.
-  __device__ bool writes_column(unsigned column_tile) const {
-    return warp_ == 0 && rank_ == 0 && has_column(column_tile);
+  __device__ bool writes_column() const { return warp_ == 0 && place_.rank == 0 && has_column(); }
+
+  __device__ __forceinline__ void write_scale(const DeviceScale& scale) const {
+    if (column() < args_.out.scales) args_.out.scale[column()] = scale.scale;
   }
 
-  __device__ __forceinline__ void write_scale(unsigned column_tile,
-                                              const DeviceScale& scale) const {
-    if (column(column_tile) < args_.scales) args_.scale[column(column_tile)] = scale.scale;
-  }
-
-  __device__ __forceinline__ void write_sum(unsigned column_tile, double total) const {
+  __device__ __forceinline__ void write_sum(double total) const {
     float sum = static_cast<float>(total);
-    if (args_.sum_accumulate)
-      sum = load_element(args_.sum.contents(), 0, column(column_tile)) + sum;
-    store_element(args_.sum, 0, column(column_tile), sum);
+    if (args_.sum_accumulate) sum = load_element(args_.sum.contents(), 0, column()) + sum;
+    store_element(args_.sum, 0, column(), sum);
   }
 
   // Writes the codes. `scale` is that of this lane's column.
   template <bool in_place>
-  __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
+  __device__ __forceinline__ void write_codes(const DeviceScale& scale,
                                               const DeviceOffset& offset) const {
 #pragma unroll 1
     for (int half = first_half(); half < last_half(); ++half) {
       const int first = half * warp_columns + 2 * pair();
-      const std::int64_t row = std::int64_t{column_tile} * columns + first;
+      const std::int64_t row = std::int64_t{place_.column_tile} * columns + first;
       float inv[2];
       bool keep[2];
 #pragma unroll
@@ -594,7 +565,8 @@ class WarpTile {
               [&](int i) { return v[c][i]; }, UniformScale{inv[c]}, args_.key, offset,
               static_cast<std::uint64_t>((row + c) * k16_count_ + k), args_.bits);
           if (!keep[c]) codes = make_uint4(0, 0, 0, 0);
-          *reinterpret_cast<uint4*>(args_.codes + (row + c) * args_.k_padded + k * k16) = codes;
+          *reinterpret_cast<uint4*>(args_.out.codes + (row + c) * args_.out.k_padded + k * k16) =
+              codes;
         }
       }
     }
@@ -602,7 +574,6 @@ class WarpTile {
 
   __device__ int warp() const { return warp_; }
   __device__ int lane() const { return lane_; }
-  __device__ int rank() const { return rank_; }
 
  private:
   static constexpr int halves = columns / warp_columns;
@@ -628,7 +599,8 @@ class WarpTile {
   }
 
   const Args& args_;
-  int rank_, thread_, warp_, lane_, warps_;
+  const Place place_;
+  int thread_, warp_, lane_, warps_;
   SharedMemory shared_;
   int number_;  // number of the token tile
   char* tile_;
@@ -639,8 +611,7 @@ class WarpTile {
 
 // ---- host (quantize_columns.cu)
 
-// Arguments except the division of the work (ctas, cluster). `sum` is g_b, or null.
-// `sum`: also g_b
+// Arguments except the division of the work (ctas, cluster). `sum`: also g_b.
 Args make_args(const Context&, const Work&, const Operand&, ColumnTransform, bool sum);
 
 }  // namespace hot::detail::columns

@@ -4,7 +4,6 @@
 // generic_columns_kernel: two passes over x, first the largest values (atomicMax), then the codes.
 //   A thread takes a column and keeps a block of it in its own column of shared memory. There are
 //   no barriers and no bank conflicts.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
@@ -16,18 +15,14 @@ namespace hot::detail {
 namespace {
 
 using columns::k16;
-
-enum class Pass { amax, codes };
+using columns::Pass;
 
 struct ColumnArgs {
   MatrixIn x;
   DeviceProjection p;
-  std::int8_t* codes;
-  std::uint32_t* amax;
-  std::int64_t k_padded;
+  Codes out;
+  OperandQuant quant;
   std::int64_t run;  // blocks per thread
-  int bits;
-  bool per_tensor, per_contraction;
   DeviceKey key;
   Pass pass;
 };
@@ -44,35 +39,36 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
   if (col >= args.x.cols) return;
   const SharedColumn v{shared + threadIdx.x, threads};
   const SharedColumn pending{shared + args.p.block * threads + threadIdx.x, threads};
-  std::uint32_t* const amax = args.amax;
+  std::uint32_t* const amax = args.out.amax;
   if (args.pass == Pass::amax) {
     std::uint32_t best = 0;
     walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
-      if (args.per_contraction) {
+      if (args.quant.per_contraction) {
         atomic_max(amax + k, abs_bits(value));
       } else {
         best = max(best, abs_bits(value));
       }
     });
-    if (!args.per_contraction) atomic_max(amax + (args.per_tensor ? 0 : col), best);
+    if (!args.quant.per_contraction) atomic_max(amax + (args.quant.per_tensor ? 0 : col), best);
     return;
   }
   const DeviceOffset offset = offset_of(args.key);
-  const std::int64_t k16_count = args.k_padded / k16;
+  const std::int64_t k16_count = args.out.k_padded / k16;
   const std::int64_t first = begin * args.p.rank;
-  const std::int64_t last = end < args.p.blocks ? end * args.p.rank : args.k_padded;
+  const std::int64_t last = end < args.p.blocks ? end * args.p.rank : args.out.k_padded;
   const auto finish = [&](std::int64_t g) {
-    const DeviceScale column = args.per_contraction
-                                   ? DeviceScale{}
-                                   : device_scale(amax[args.per_tensor ? 0 : col], args.bits);
+    const DeviceScale column =
+        args.quant.per_contraction
+            ? DeviceScale{}
+            : device_scale(amax[args.quant.per_tensor ? 0 : col], args.quant.bits);
     const auto scale_at = [&](int i) {
-      return args.per_contraction ? device_scale(amax[g * k16 + i], args.bits) : column;
+      return args.quant.per_contraction ? device_scale(amax[g * k16 + i], args.quant.bits) : column;
     };
     const uint4 codes =
         round_group<rounding>([&](int i) { return scale_at(i).keep ? pending[i] : 0.0F; },
                               [&](int i) { return scale_at(i).inv; }, args.key, offset,
-                              static_cast<std::uint64_t>(col * k16_count + g), args.bits);
-    *reinterpret_cast<uint4*>(args.codes + col * args.k_padded + g * k16) = codes;
+                              static_cast<std::uint64_t>(col * k16_count + g), args.quant.bits);
+    *reinterpret_cast<uint4*>(args.out.codes + col * args.out.k_padded + g * k16) = codes;
   };
   std::int64_t next = first;
   walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
@@ -80,7 +76,7 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
     next = k + 1;
     if (next % k16 == 0) finish(k / k16);
   });
-  if (next % k16 != 0 && last == args.k_padded) {
+  if (next % k16 != 0 && last == args.out.k_padded) {
     const std::int64_t g = next / k16;
     for (; next % k16 != 0; ++next) pending[static_cast<int>(next % k16)] = 0.0F;
     finish(g);
@@ -95,13 +91,9 @@ void launch_generic_columns(const Context& context, const plan::Step& step, cons
   const bool amax = step.kernel == plan::Kernel::generic_amax;
   const ColumnArgs args{job.x,
                         device_projection(job.transform, job.side(), job.sketch_key),
-                        job.out.codes,
-                        job.out.amax,
-                        job.out.k_padded,
+                        job.out,
+                        job.quant,
                         part.run,
-                        job.quant.bits,
-                        job.quant.per_tensor,
-                        job.quant.per_contraction,
                         device_key(context.key(), job.quant.purpose),
                         amax ? Pass::amax : Pass::codes};
   with_rounding(amax ? Rounding::nearest : job.quant.rounding, [&](auto r) {

@@ -27,12 +27,9 @@
 namespace hot::detail {
 namespace {
 
+using namespace grouped;
 using columns::ColumnTransform;
 using columns::Pass;
-
-using grouped::row_blocks;
-using grouped::threads;
-using grouped::tile_warps;
 using Range = plan::GroupedRange;
 
 // Range that quantises the columns of an operand.
@@ -47,7 +44,7 @@ struct GroupedArgs {
   RowsArgs rows;
   RequantizeArgs groups;
   int row_lanes_log2;
-  Range rows_range, groups_range;
+  Range rows_range;
   std::uint32_t* counter;  // of tiles, to be zeroed, or null
 };
 
@@ -63,8 +60,8 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
                                               char* memory) {
   if (block >= operand.range.blocks) return begin_kernel();  // CTA that only fills the last cluster
   const columns::Args& args = operand.args;
-  const columns::Place place = columns::place_in_cluster(args, block);
-  const columns::WarpTile<transform, Tag, tile_warps(Tag::size)> tile(args, place.rank, memory);
+  const columns::WarpTile<transform, Tag, tile_warps(Tag::size)> tile(
+      args, columns::place_in_cluster(args, block), memory);
   tile.draw_folds();
   // The second of two launches copies before it waits. The first launch has already waited for the
   // kernels that make the matrix, and the slots are read later.
@@ -73,32 +70,31 @@ __device__ __forceinline__ void columns_block(const ColumnsRange& operand, unsig
   const bool reduces = args.cluster > 1 && operand.pass != Pass::codes;
   if (reduces) arrive_cluster();
   if (!waits_late) begin_kernel();
-  if (tile.real()) tile.load(place.column_tile);
-  commit_copies();
+  tile.load();
   if (waits_late) begin_kernel();
   const DeviceOffset offset = warp_offset<columns::rounding_of(transform)>(args.key);
   tile.wait_loaded();
   columns::ColumnTotal total;
   if (operand.pass == Pass::codes) {
-    total.amax = slots_max(args.amax, static_cast<int>(operand.range.blocks));
+    total.amax = slots_max(args.out.amax, static_cast<int>(operand.range.blocks));
   } else {
     tile.template accumulate_tile<false>();
     if (reduces) wait_cluster();
     total = tile.total(tile.reduce(args.cluster), args.cluster);
-    if (args.sum_wanted && tile.writes_column(place.column_tile)) {
-      tile.write_sum(place.column_tile, total.sum);
+    if (args.sum_wanted && tile.writes_column()) {
+      tile.write_sum(total.sum);
     }
   }
   if (operand.pass == Pass::amax) {
     if (tile.warp() == 0) {
       const std::uint32_t amax = warp_max(total.amax);
-      if (tile.lane() == 0) args.amax[block] = amax;
+      if (tile.lane() == 0) args.out.amax[block] = amax;
     }
     return;
   }
   const DeviceScale scale = device_scale(total.amax, args.bits);
-  if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
-  tile.template write_codes<false>(place.column_tile, scale, offset);
+  if (tile.writes_column()) tile.write_scale(scale);
+  tile.template write_codes<false>(scale, offset);
 }
 
 template <class Tag>
@@ -179,7 +175,6 @@ void launch_grouped(const Context& context, const plan::Step& step, const Work& 
   }
   args.row_lanes_log2 = parts.row_lanes_log2;
   args.rows_range = parts.rows;
-  args.groups_range = parts.groups;
   args.rows.pass = parts.rows_pass;
   args.counter = counter_to_zero(step, work);
   const auto run = [&](auto tag) {

@@ -14,7 +14,6 @@
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
-#include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
@@ -100,9 +99,9 @@ void launch_rows(const Context& context, const plan::Step& step, const Work& wor
   if (step.kernel == plan::Kernel::rows) {
     with_rounding(job.quant.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
   } else {
-    host_with_dtype(step.dtype, [&](auto tag) {
+    with_dtype(step.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      with_lane_blocks(rows.lane_blocks, [&](auto b) {
+      with_constant<rows16_min_blocks, rows16_max_blocks>(rows.lane_blocks, [&](auto b) {
         constexpr int B = decltype(b)::value;
         run(job.transform.block == gradient_block ? rows16_kernel<gradient_block, B, Tag, false>
             : job.powers.exponents == nullptr     ? rows16_kernel<forward_block, B, Tag, false>

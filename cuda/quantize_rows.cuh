@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"
@@ -157,15 +156,6 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
 }
 
 // ---- host (quantize_rows.cu)
-
-// Calls call(number) with `lane_blocks` as a compile-time constant.
-template <int B = rows16_min_blocks, class Call>
-void with_lane_blocks(int lane_blocks, const Call& call) {
-  if constexpr (B < rows16_max_blocks) {
-    if (lane_blocks != B) return with_lane_blocks<B + 1>(lane_blocks, call);
-  }
-  call(std::integral_constant<int, B>{});
-}
 
 // Arguments except the pass.
 RowsArgs rows_args(const Context&, const Operand&);

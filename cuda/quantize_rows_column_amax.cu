@@ -24,7 +24,6 @@
 //   * end: A CTA updates the largest values in global memory once.
 //   * traffic: 2 bytes read and 1 written per element, and 2 + 1 (rank 8: 0.5) for the codes of the
 //     columns. Three kernels would read 2 bytes three times.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/device/async_copy.cuh"
@@ -38,12 +37,8 @@
 namespace hot::detail {
 namespace {
 
+using namespace rows_column_amax;
 using columns::ColumnTransform;
-
-using rows_column_amax::barrier_bytes;
-using rows_column_amax::Layout;
-using rows_column_amax::threads;
-using rows_column_amax::token_block;
 
 struct RowsColumnAmaxArgs {
   RowsArgs rows;
@@ -152,8 +147,7 @@ __device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& arg
     const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
     const char* from = tokens + block * token_block * layout.row_bytes + pair * 4;
     columns::Partial<transform, float> partial[2];
-    const bool folds_blocks = transform == ColumnTransform::projected && args.columns.fold != 0;
-    if (folds_blocks) {
+    if (transform == ColumnTransform::projected && args.columns.fold != 0) {
       const auto* offsets = reinterpret_cast<const int4*>(folds + block * token_block);
       float v[2][8];
 #pragma unroll
@@ -286,13 +280,13 @@ __global__ void __launch_bounds__(threads, 1)
     for (int block = 0; block < args.token_blocks; ++block) {
       column = max(column, largest[block * columns + c]);
     }
-    if (!args.columns.per_tensor) atomic_max(args.columns.amax + c, column);
+    if (!args.columns.per_tensor) atomic_max(args.columns.out.amax + c, column);
     all_columns = max(all_columns, column);
   }
   const bool leader = threadIdx.x % 32 == 0;
   if (args.columns.per_tensor) {
     all_columns = warp_max(all_columns);
-    if (leader) atomic_max(args.columns.amax, all_columns);
+    if (leader) atomic_max(args.columns.out.amax, all_columns);
   }
   if (args.rows.pass == RowsPass::amax) {
     rows_largest = warp_max(rows_largest);
@@ -316,8 +310,8 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
   args.token_blocks = part.token_blocks;
   args.tiles = part.tiles;
   args.unit_tiles = part.unit_tiles;
-  args.counter = args.columns.amax + part.counter;
-  with_lane_blocks(part.lane_blocks, [&](auto b) {
+  args.counter = args.columns.out.amax + part.counter;
+  with_constant<rows16_min_blocks, rows16_max_blocks>(part.lane_blocks, [&](auto b) {
     constexpr int B = decltype(b)::value;
     launch(part.of == Source::gy ? "backward_linear" : "quantize_forward_input", context,
            rows.transform.block == gradient_block ? rows_column_amax_kernel<gradient_block, B>

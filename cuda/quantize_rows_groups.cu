@@ -64,10 +64,10 @@ void launch_rows_groups(const Context& context, const plan::Step& step, const Wo
   const RowsGroupsArgs args{rows_args(context, all.at(Source::x, Along::row)),
                             groups_args(context, all.at(Source::x, Along::column)), part.row_ctas,
                             part.column_ctas};
-  host_with_dtype(step.dtype, [&](auto tag) {
+  with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {
-      with_lane_blocks(part.lane_blocks, [&](auto b) {
+      with_constant<rows16_min_blocks, rows16_max_blocks>(part.lane_blocks, [&](auto b) {
         launch("quantize_forward_input", context, rows_groups_kernel<decltype(b)::value, Tag>,
                step.shape, args);
       });

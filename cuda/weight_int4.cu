@@ -100,12 +100,9 @@ __global__ void __launch_bounds__(threads)
 constexpr int chunk = 16, chunks_per_thread = 4;
 
 struct ExpandArgs {
-  const uint2* packed;
-  const std::uint8_t* steps;
-  const float* scale;
-  uint4* codes;
-  float* out_scale;
-  std::int64_t chunks, rows;
+  Int4Weight w;
+  Codes out;
+  std::int64_t chunks;
   int step_shift;  // log2 of the chunks of a group
 };
 
@@ -150,9 +147,9 @@ __global__ void __launch_bounds__(threads)
   constexpr int block_chunks = threads * chunks_per_thread;  // whole groups
   const std::int64_t first = std::int64_t{blockIdx.x} * block_chunks;
   const int count = static_cast<int>(min(std::int64_t{block_chunks}, args.chunks - first));
-  const uint2* const from = args.packed + first;
-  const std::uint8_t* const steps = args.steps + (first >> args.step_shift);
-  uint4* const to = args.codes + first;
+  const uint2* const from = reinterpret_cast<const uint2*>(args.w.packed) + first;
+  const std::uint8_t* const steps = args.w.steps + (first >> args.step_shift);
+  uint4* const to = reinterpret_cast<uint4*>(args.out.codes) + first;
   const int t = static_cast<int>(threadIdx.x);
   uint2 packed[chunks_per_thread];
   unsigned step[chunks_per_thread];
@@ -171,8 +168,9 @@ __global__ void __launch_bounds__(threads)
   }
   const std::int64_t all = std::int64_t{gridDim.x} * threads;
 #pragma unroll 1
-  for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < args.rows; i += all) {
-    args.out_scale[i] = args.scale[i];
+  for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < args.w.rows;
+       i += all) {
+    args.out.scale[i] = args.w.scale[i];
   }
 }
 
@@ -237,9 +235,9 @@ void CudaBackend::dequantize_weight(const Context& context, const DequantizeWeig
   const DeviceGuard guard(context.device().index, stage);
   const std::int64_t chunks = job.w.rows * (job.w.k_padded / chunk);
   const bool aligned = plan::rows_aligned(job.out.contents()) && job.out.cols % chunk == 0;
-  host_with_dtype(job.out.dtype, [&](auto tag) {
-    launch(stage, context, dequantize_weight_kernel<decltype(tag)>, ceil_div(chunks, threads),
-           threads, 0, DequantizeArgs{job, chunks, aligned});
+  with_dtype(job.out.dtype, [&](auto tag) {
+    launch(stage, context, dequantize_weight_kernel<decltype(tag)>,
+           {ceil_div(chunks, threads), threads}, DequantizeArgs{job, chunks, aligned});
   });
 }
 
@@ -248,7 +246,7 @@ void CudaBackend::quantize_weight_int4(const Context& context, const Int4WeightJ
   const DeviceGuard guard(context.device().index, stage);
   launch(stage, context,
          job.out.group == 32 ? quantize_weight_int4_kernel<32> : quantize_weight_int4_kernel<64>,
-         job.out.rows, threads, 0, job);
+         {job.out.rows, threads}, job);
 }
 
 void CudaBackend::expand_weight_int4(const Context& context, const Int4Weight& w,
@@ -256,17 +254,9 @@ void CudaBackend::expand_weight_int4(const Context& context, const Int4Weight& w
   const char* const stage = "expand_weight_int4";
   const DeviceGuard guard(context.device().index, stage);
   const std::int64_t chunks = w.rows * (w.k_padded / chunk);
-  const ExpandArgs args{reinterpret_cast<const uint2*>(w.packed),
-                        w.steps,
-                        w.scale,
-                        reinterpret_cast<uint4*>(out.codes),
-                        out.scale,
-                        chunks,
-                        w.rows,
-                        w.group == 32 ? 1 : 2};
+  const ExpandArgs args{w, out, chunks, w.group == 32 ? 1 : 2};
   launch(stage, context, expand_weight_int4_kernel,
-         std::max<std::int64_t>(1, ceil_div(chunks, threads * chunks_per_thread)), threads, 0,
-         args);
+         {std::max<std::int64_t>(1, ceil_div(chunks, threads * chunks_per_thread)), threads}, args);
 }
 
 }  // namespace hot::detail

@@ -3,8 +3,6 @@
 // (cp.async.bulk, from sm_90 on; a no-op before).
 #pragma once
 
-#include <cstdint>
-
 namespace hot::detail {
 
 __device__ inline unsigned shared_address(const void* p) {

@@ -38,4 +38,18 @@ __device__ void butterfly_lanes(float (&v)[Size], unsigned lane) {
   for (unsigned h = 1; h < Lanes; h *= 2) butterfly_lanes_at(v, lane, h);
 }
 
+// Sum in the order of row 0 of an FWHT.
+template <int Size>
+__device__ float tree_sum(const float (&v)[Size]) {
+  float total[Size];
+#pragma unroll
+  for (int t = 0; t < Size; ++t) total[t] = v[t];
+#pragma unroll
+  for (int h = 1; h < Size; h *= 2) {
+#pragma unroll
+    for (int t = 0; t < Size; t += 2 * h) total[t] = total[t] + total[t + h];
+  }
+  return total[0];
+}
+
 }  // namespace hot::detail

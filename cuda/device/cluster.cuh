@@ -7,8 +7,6 @@
 // cluster's network. Barriers around plain stores would take two, and a fence of all memory.
 #pragma once
 
-#include <cstdint>
-
 #include "cuda/device/async_copy.cuh"
 
 namespace hot::detail {

@@ -8,33 +8,23 @@
 
 namespace hot::detail {
 
-// Copy of a Projection in a fixed-size form for kernels.
-struct DeviceProjection {
-  Basis basis;
-  int block, rank, folds;
-  float sketch_weight;  // 1 on side activation
+// Projection of one side as a kernel argument.
+struct DeviceProjection : Projection {
   float prefix_factor;
-  std::int64_t body_tokens, blocks;
-  TokenOrder order;
-  std::uint8_t rows[64];
+  std::uint8_t kept_rows[64];
   DeviceKey sketch;
 };
 
 inline DeviceProjection device_projection(const Projection& p, Side side, const Key& sketch_key) {
-  DeviceProjection d{};
-  d.basis = p.basis;
-  d.block = p.block;
-  d.rank = p.rank;
-  d.folds = p.folds;
-  d.sketch_weight = side == Side::gradient ? p.sketch_weight : 1.0F;
-  d.prefix_factor = side == Side::gradient ? p.prefix_factor_g : p.prefix_factor_x;
-  d.body_tokens = p.body_tokens;
-  d.blocks = p.blocks;
-  d.order = p.order;
+  const bool gradient = side == Side::gradient;
+  DeviceProjection d{p,
+                     gradient ? p.prefix_factor_g : p.prefix_factor_x,
+                     {},
+                     device_key(sketch_key, Purpose::sketch)};
+  if (!gradient) d.sketch_weight = 1.0F;
   for (std::size_t i = 0; i < p.rows.size() && p.rank < p.block; ++i) {
-    d.rows[i] = static_cast<std::uint8_t>(p.rows[i]);
+    d.kept_rows[i] = static_cast<std::uint8_t>(p.rows[i]);
   }
-  d.sketch = device_key(sketch_key, Purpose::sketch);
   return d;
 }
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
+#include "cuda/device/vec_io.cuh"
 #include "hot/quantize.h"
 #include "operands.h"
 
@@ -215,17 +215,10 @@ __device__ inline float max_magnitude(float a, float b) {
   return out;
 }
 
-// Calls `call` with a run-time rounding as a template argument (host).
-template <class Call>
-inline void with_rounding(Rounding rounding, const Call& call) {
-  switch (rounding) {
-    case Rounding::nearest:
-      return call(std::integral_constant<Rounding, Rounding::nearest>{});
-    case Rounding::stochastic:
-      return call(std::integral_constant<Rounding, Rounding::stochastic>{});
-    case Rounding::pseudo_stochastic:
-      return call(std::integral_constant<Rounding, Rounding::pseudo_stochastic>{});
-  }
+// Calls f with a rounding as a compile-time constant (host).
+template <class F>
+void with_rounding(Rounding rounding, const F& f) {
+  with_constant<Rounding::nearest, Rounding::pseudo_stochastic>(rounding, f);
 }
 
 }  // namespace hot::detail

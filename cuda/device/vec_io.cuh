@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hot/tensor.h"
 
@@ -29,14 +30,19 @@ struct F32 {
   }
 };
 
-struct F16 {
+// Elements of a 16-bit type; a word holds two.
+template <class Scalar>
+struct Float16 {
   static constexpr int size = 2;
   __device__ static float load(const void* p, std::int64_t i) {
-    return __half2float(static_cast<const __half*>(p)[i]);
+    return static_cast<float>(static_cast<const Scalar*>(p)[i]);
   }
   __device__ static void store(void* p, std::int64_t i, float v) {
-    static_cast<__half*>(p)[i] = __float2half_rn(v);
+    static_cast<Scalar*>(p)[i] = Scalar(v);
   }
+};
+
+struct F16 : Float16<__half> {
   template <int Words>
   __device__ static void unpack(const unsigned (&word)[Words], float* v) {
 #pragma unroll
@@ -56,14 +62,7 @@ struct F16 {
   }
 };
 
-struct BF16 {
-  static constexpr int size = 2;
-  __device__ static float load(const void* p, std::int64_t i) {
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  }
-  __device__ static void store(void* p, std::int64_t i, float v) {
-    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
-  }
+struct BF16 : Float16<__nv_bfloat16> {
   template <int Words>
   __device__ static void unpack(const unsigned (&word)[Words], float* v) {
 #pragma unroll
@@ -83,10 +82,10 @@ struct BF16 {
   }
 };
 
-// Calls f with the tag of a type. The branch is uniform. One kernel can therefore serve all nine
-// pairs of types at the cost of two of these branches.
+// Calls f with the tag of a type, on the host or a device. A kernel's branch is uniform. One kernel
+// can therefore serve all nine pairs of types at the cost of two of these branches.
 template <class F>
-__device__ void with_dtype(DType dtype, const F& f) {
+constexpr void with_dtype(DType dtype, const F& f) {
   if (dtype == DType::f32) {
     f(F32{});
   } else if (dtype == DType::f16) {
@@ -96,23 +95,23 @@ __device__ void with_dtype(DType dtype, const F& f) {
   }
 }
 
-// with_dtype on the host, for kernels with the type as a template argument.
-template <class F>
-void host_with_dtype(DType dtype, const F& f) {
-  if (dtype == DType::f32) {
-    f(F32{});
-  } else if (dtype == DType::f16) {
-    f(F16{});
-  } else {
-    f(BF16{});
+// Calls f with a value from First to Last as a compile-time constant.
+template <auto First, auto Last, class F>
+constexpr auto with_constant(decltype(First) value, const F& f) {
+  if constexpr (First < Last) {
+    constexpr auto next = static_cast<decltype(First)>(static_cast<int>(First) + 1);
+    if (value != First) return with_constant<next, Last>(value, f);
   }
+  return f(std::integral_constant<decltype(First), First>{});
 }
 
-// Loads 8 bytes aligned to 8, or a multiple of 16 aligned to 16. Not through the read-only cache:
+// Loads 4 or 8 aligned bytes, or a multiple of 16 aligned to 16. Not through the read-only cache:
 // the output may be the input.
 template <int Words>
 __device__ void load_words(const void* p, unsigned (&word)[Words]) {
-  if constexpr (Words == 2) {
+  if constexpr (Words == 1) {
+    word[0] = *static_cast<const unsigned*>(p);
+  } else if constexpr (Words == 2) {
     const uint2 w = *static_cast<const uint2*>(p);
     word[0] = w.x, word[1] = w.y;
   } else {
@@ -127,7 +126,9 @@ __device__ void load_words(const void* p, unsigned (&word)[Words]) {
 
 template <int Words>
 __device__ void store_words(const unsigned (&word)[Words], void* p) {
-  if constexpr (Words == 2) {
+  if constexpr (Words == 1) {
+    *static_cast<unsigned*>(p) = word[0];
+  } else if constexpr (Words == 2) {
     *static_cast<uint2*>(p) = make_uint2(word[0], word[1]);
   } else {
     static_assert(Words % 4 == 0);

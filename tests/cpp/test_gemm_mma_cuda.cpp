@@ -17,11 +17,8 @@ namespace {
 namespace plan = hot::detail::plan;
 
 MmaDevice mma_device(const hot::Context& context) {
-  const auto ask = [&](cudaDeviceAttr attribute) {
-    return hot::detail::device_attribute(context, attribute, "test");
-  };
-  return {ask(cudaDevAttrMultiProcessorCount),
-          10 * ask(cudaDevAttrComputeCapabilityMajor) + ask(cudaDevAttrComputeCapabilityMinor)};
+  const hot::detail::LaunchFacts& facts = hot::detail::launch_facts(context, "test");
+  return {facts.sm_count, 10 * facts.major + facts.minor};
 }
 
 MmaProduct mma_product(const GemmArgs& args, MmaCodes codes) {
