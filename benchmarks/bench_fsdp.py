@@ -349,7 +349,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     shared = {o: vars(args)[o] for o in ("model", "gpus", "each", "device", "quick", "layers")}
     runs = {f"{', '.join(parts)}/{name}": Run(contender=name, **shared) for name in names}
     jobs = {key: functools.partial(launched, measured, run, args.gpus) for key, run in runs.items()}
-    measure_all(args, "fsdp", jobs, {"steps": STEPS, "rank": RANK, "ddp": DDP})
+    benchmark = "fsdp" if args.model == "llama_8b" else "ddp"
+    measure_all(args, benchmark, jobs, {"steps": STEPS, "rank": RANK, "ddp": DDP})
 
 
 if __name__ == "__main__":

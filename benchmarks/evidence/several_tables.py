@@ -9,17 +9,17 @@ from pathlib import Path
 from evidence import evidence_tables, intervals
 from evidence.evidence_tables import Lines, Report, dates_line, line, report_of, table_of
 
-SPEEDS, LOSSES = "cuda-fsdp.json", "cuda-several.json"
-"""Reports of bench_fsdp.py and several.py."""
+SPEEDS, DDP, LOSSES = "cuda-fsdp.json", "cuda-ddp.json", "cuda-several.json"
+"""Reports of bench_fsdp.py, by plan, and of several.py."""
 WIRE = {"10M, DDP": "cuda-wire-10M.json", "91M, FSDP2": "cuda-wire-91M.json"}
 """Reports of several.py about GPTs, by size and plan."""
 SEEDS = 3
 """Pairs that :func:`wire_losses` needs for a verdict."""
-NO_PEER, SHARDED = ", no peer access", "llama_8b"
-"""End of a setting, and the beginning of FSDP2's; all others are DDP's."""
+NO_PEER = ", no peer access"
+"""End of a setting."""
 LAST = 20
 """Last losses of a run that are averaged."""
-GPUS, GBITS = (8, 64, 512), (25, 100, 400)
+GPUS, GBITS = (8, 512), (25, 100, 400)
 FORMS = (
     *("bf16", "default int8-forward", "default int8-forward, INT8 weights and gradients"),
     "FP8 tensorwise, gathered in FP8",
@@ -27,10 +27,10 @@ FORMS = (
 """Contenders of :func:`predicted`."""
 
 
-def settings_of(results: Path) -> dict[str, dict[str, Report]]:
-    """Rows of the report by setting and contender."""
+def settings_of(results: Path, name: str = SPEEDS) -> dict[str, dict[str, Report]]:
+    """Rows of a report by setting and contender."""
     out: dict[str, dict[str, Report]] = {}
-    for key, row in report_of(results, SPEEDS)["rows"].items():
+    for key, row in report_of(results, name)["rows"].items():
         setting, name = key.split("/", 1)
         out.setdefault(setting, {})[name] = row
     return out
@@ -66,12 +66,9 @@ def wire_of(peers: Mapping[str, Report], no_peers: Mapping[str, Report]) -> tupl
 
 
 def predictions(settings: Mapping[str, Mapping[str, Report]], setting: str) -> dict[str, float]:
-    """Predicted milliseconds of the 8B's rows without peer access, except bf16's.
-
-    DDP's steps wait for the host, which the model leaves out.
-    """
+    """Predicted milliseconds of the rows without peer access, except bf16's."""
     peers, no_peers = settings.get(setting.removesuffix(NO_PEER), {}), settings[setting]
-    if not (setting.startswith(SHARDED) and setting.endswith(NO_PEER)) or any(
+    if not setting.endswith(NO_PEER) or any(
         "step" not in p.get("bf16", {}) for p in (peers, no_peers)
     ):
         return {}
@@ -97,8 +94,6 @@ def several(results: Path) -> Lines:
     """Speed, peak and bytes sent of every contender, by model and connection."""
     settings, cells = settings_of(results), []
     for setting, rows in settings.items():
-        if not setting.startswith(SHARDED):
-            continue
         predicted, plain, title = predictions(settings, setting), rows.get("bf16", {}), setting
         for name, row in rows.items():
             if "step" not in row:
@@ -122,12 +117,14 @@ def several(results: Path) -> Lines:
 
 
 def ddp(results: Path) -> Lines:
-    """Step of bf16 in milliseconds, the others' speed, and the largest share of its peak."""
+    """Steps and kernels: bf16's in milliseconds, the others' speed; the largest share of its peak.
+
+    Kernels are those that do not communicate.
+    """
     models: dict[str, dict[str, dict[str, Report]]] = {}
-    for setting, rows in settings_of(results).items():
+    for setting, rows in settings_of(results, DDP).items():
         model, gpus, _, *peer = setting.split(", ")
-        if model != SHARDED:
-            models.setdefault(model, {})[", ".join([gpus, *peer])] = rows
+        models.setdefault(model, {})[", ".join([gpus, *peer])] = rows
     places = sorted(
         {place for found in models.values() for place in found}, key=lambda p: (len(p), p)
     )
@@ -138,14 +135,23 @@ def ddp(results: Path) -> Lines:
             for place in places:
                 row, plain = (found.get(place, {}).get(one, {}) for one in (name, "bf16"))
                 if "step" in row and "step" in plain:
-                    ms, of = (r["step"]["median_ms"] for r in (row, plain))
-                    words.append(f"{ms:.0f} ms" if name == "bf16" else f"{of / ms:.2f}×")
+                    times, of = (
+                        [
+                            r["step"]["median_ms"],
+                            *([r["kernels"]["busy_ms"]] if "kernels" in r else ()),
+                        ]
+                        for r in (row, plain)
+                    )
+                    cell = [f"{b / a:.2f}×" for a, b in zip(times, of, strict=True)]
+                    if name == "bf16":
+                        cell = [f"{ms:.0f} ms" for ms in times]
+                    words.append(", ".join(cell))
                     peaks += [row["peak_gib"] / plain["peak_gib"]] if "peak_gib" in row else []
                 else:
                     words.append(row.get("left_out", "failed") if row else "")
             cells.append([*words, f"{max(peaks):.2f}" if peaks else ""])
     yield from table_of(["", "", *places, "peak, of bf16's"], cells)
-    yield from ("", dates_line(results, [SPEEDS]))
+    yield from ("", dates_line(results, [DDP]))
 
 
 def predicted(results: Path) -> Lines:
@@ -175,32 +181,32 @@ def predicted(results: Path) -> Lines:
 
 def several_losses(results: Path) -> Lines:
     """Mean of the last losses less bf16's by seed, equal bits on resume, and gap to one process."""
-    yield from table_of(["run", "seeds", "loss", "less bf16's [95 %] (pairs)", "resumed"], ())
+    heads = ["run", "seeds", "loss", "less bf16's [95 %] (pairs)", "resumed", "one process"]
+    yield from table_of(heads, ())
     if not (results / LOSSES).exists():
-        yield line(["not run", *[""] * 4])
+        yield line(["not run", *[""] * 5])
         return
-    runs: dict[str, dict[str, Report]] = {}
+    runs: dict[tuple[str, str, str], dict[str, dict[str, Report]]] = {}
     for key, row in report_of(results, LOSSES)["rows"].items():
-        run, _, seed = key.rpartition("/")
-        runs.setdefault(run, {})[seed] = row
-    last = {run: {seed: statistics.fmean(row["losses"][-LAST:]) for seed, row in rows.items()
-                  if isinstance(row.get("losses"), list)} for run, rows in runs.items()}  # fmt: skip
-    for run, rows in runs.items():
-        model, gpus, part, name = run.split("/")
-        words = {"losses": "", "resume": "resumed", "one": "one process"}[part]
-        row, cells = next(iter(rows.values())), ["failed", "", ""]
-        if last[run]:
-            plain = {} if name == "bf16" else last.get(f"{model}/{gpus}/{part}/bf16", {})
-            gaps = [loss - plain[seed] for seed, loss in last[run].items() if seed in plain]
-            by_seed = ": " + ", ".join(f"{gap:+.4f}" for gap in gaps) if len(gaps) > 1 else ""
-            cells = [f"{statistics.mean(last[run].values()):.4f}"]
-            cells += [evidence_tables.interval_words(gaps) + by_seed, ""]
-        elif part == "one" and "largest_gap" in row:
-            cells = ["", f"{row['largest_gap']:+.4f} to several processes", ""]
-        elif part == "resume" and "equal" in row:
-            cells = ["", "", "to the bit" if row["equal"] else "other losses"]
-        title = ", ".join(filter(None, (f"{model}, {gpus} GPUs, {name}", words)))
-        yield line([title, ", ".join(rows), *cells])
+        model, gpus, part, name, seed = key.split("/")
+        runs.setdefault((model, gpus, name), {}).setdefault(part, {})[seed] = row
+    last = {run: {seed: statistics.fmean(row["losses"][-LAST:])
+                  for seed, row in parts.get("losses", {}).items() if "losses" in row}
+            for run, parts in runs.items()}  # fmt: skip
+    for run, parts in runs.items():
+        model, gpus, name = run
+        plain = {} if name == "bf16" else last.get((model, gpus, "bf16"), {})
+        gaps = [loss - plain[seed] for seed, loss in last[run].items() if seed in plain]
+        by_seed = ": " + ", ".join(f"{gap:+.4f}" for gap in gaps) if len(gaps) > 1 else ""
+        loss = f"{statistics.mean(last[run].values()):.4f}" if last[run] else ""
+        resumed = [{True: "to the bit", False: "other losses"}.get(row.get("equal"), "failed")
+                   for row in parts.get("resume", {}).values()]  # fmt: skip
+        gap = [f"{row['largest_gap']:+.4f}" if "largest_gap" in row else "failed"
+               for row in parts.get("one", {}).values()]  # fmt: skip
+        yield line([
+            f"{model}, {gpus} GPUs, {name}", ", ".join(parts.get("losses", {})), loss or "failed",
+            evidence_tables.interval_words(gaps) + by_seed, ", ".join(resumed), ", ".join(gap),
+        ])  # fmt: skip
     yield from ("", dates_line(results, [LOSSES]))
 
 

@@ -73,7 +73,8 @@ def test_a_run_on_two_processes_resumes_to_the_same_bits(tmp_path: Path) -> None
 def test_speeds_with_gradients_in_a_byte_go_on_from_a_report(model: str, tmp_path: Path) -> None:
     """A second call measures what lacks. Gradients take 1.0625 bytes a value in place of 2 or 4."""
     hooks = ["bf16, PowerSGD"] * (model == "vit_l")
-    path, name = tmp_path / "cuda-fsdp.json", "default int8-forward"
+    report = several_tables.SPEEDS if model == "llama_8b" else several_tables.DDP
+    path, name = tmp_path / report, "default int8-forward"
     words = ["--quick", "--model", model, "--json", str(path), "--contenders"]
     bench_fsdp.main([*words, "bf16"])
     first = json.loads(path.read_text())["rows"]
@@ -108,7 +109,8 @@ def test_a_gpt_with_a_byte_on_the_wire(model: str, tmp_path: Path) -> None:
     plain, byte = rows.values()
     for row in (plain, byte):
         assert len(row["losses"]) == 8 and row["losses"][0] - row["validation_loss"] > 0.3
-    assert 0 < abs(byte["validation_loss"] - plain["validation_loss"]) < 0.05
+    assert byte["losses"] != plain["losses"]  # validation losses may be equal in six digits
+    assert abs(byte["validation_loss"] - plain["validation_loss"]) < 0.05
     gap = byte["validation_loss"] - plain["validation_loss"]
     assert f", {names[1]} | 1 | {gap:+.4f} |" in "\n".join(several_tables.wire_losses(tmp_path))
     refused(lambda: several.main([*words, "--steps", "9"]), "other settings", SystemExit)
@@ -142,7 +144,6 @@ def test_losses_of_several_gpus_are_compared_with_bf16(tmp_path: Path) -> None:
     rows |= {f"vit_l/4/losses/{name}/2": {"losses": [loss] * 20} for name, loss in more.items()}
     (tmp_path / several_tables.LOSSES).write_text(json.dumps({"rows": rows}))
     table = "\n".join(several_tables.several_losses(tmp_path))
-    assert "| vit_l, 4 GPUs, bf16 | 1, 2 | 2.0000 |  |  |" in table
+    assert "| vit_l, 4 GPUs, bf16 | 1, 2 | 2.0000 |  |  |  |" in table
     gaps = "+0.4000 [-0.8706, +1.6706] (2): +0.5000, +0.3000"
-    assert f"| vit_l, 4 GPUs, hot | 1, 2 | 2.4000 | {gaps} |" in table
-    assert "hot, resumed | 1 |  |  | to the bit |" in table and "one process | 1 | failed" in table
+    assert f"| vit_l, 4 GPUs, hot | 1, 2 | 2.4000 | {gaps} | to the bit | failed |" in table
