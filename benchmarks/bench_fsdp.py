@@ -5,13 +5,14 @@
     python benchmarks/bench_fsdp.py --device cuda --gpus 4 --model vit_l   # DDP
     python benchmarks/bench_fsdp.py --quick                                # toy, two CPU processes
 
-Every contender runs in processes of its own. FSDP2 shards fp32 weights and AdamW's states, computes
-in bf16 and reduces gradients in bf16. DDP trains fp32 weights under bf16 autocast, with the
-settings of ``DDP``, and torch.compile does not split blocks at its buckets. "INT8 gradients" is
-hot.int8_gradients. Blocks are compiled one by one; head and loss of the language model come in
-chunks. Steps are queued one after the other, with one synchronisation per repeat. --no-peer makes
-GPUs exchange data by way of the host, as consumer cards and many PCIe machines do. A report
-continues: rows that it has are not measured again, except for errors.
+FSDP2 shards fp32 weights and AdamW's states, computes in bf16 and reduces gradients in bf16. DDP
+trains fp32 weights under bf16 autocast, with the settings of ``DDP``, and torch.compile does not
+split blocks at its buckets. "INT8 gradients" is hot.int8_gradients. Blocks are compiled one by one;
+head and loss of the language model come in chunks. Steps are queued one after the other, with one
+synchronisation per repeat. DDP's contenders live in the same processes, and their repeats take
+turns: hosts vary more than contenders. FSDP2's run one after the other. --no-peer makes GPUs
+exchange data by way of the host, as consumer cards and many PCIe machines do. A report continues:
+rows that it has are not measured again, except for errors.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Run:
     seed: int = 0
     quick: bool = False
     layers: int = 0  # the model's blocks; 0: all
+    beside: tuple[str, ...] = ()  # contenders that take turns with it
 
     @property
     def shape(self) -> bench_8b.Size:
@@ -204,59 +206,85 @@ def batches_of(run: Run, task: Task, device: torch.device) -> list[Batch]:
     return [{"x": x} for x in tokens.long().to(device)]
 
 
-def measured(run: Run, device: torch.device) -> Row:
-    """The row of a contender; every process of it calls this."""
-    contender = next(c for c in contenders(run.model) if c.name == run.contender)
-    row: Row = {"how": described(contender)}
-    quick, cuda, begun = run.quick, run.device == "cuda", time.perf_counter()
-    plain, task = build(run, device)
-    batches, taken = batches_of(run, task, device), 0
-    backend = "aot_eager" if quick else "inductor"
-    try:
-        trainer = Several(contender, plain, batches[0], task, in_place=True, backend=backend)
-    except Left as left:
-        return row | {"left_out": str(left)}
-    del plain
+class Timed:
+    """A contender that was built and has warmed up. Every process of a run makes one."""
 
-    def step() -> Tensor:
-        nonlocal taken
-        taken += 1
-        return trainer.next_step(batches[taken % len(batches)])
+    def __init__(self, run: Run, name: str, device: torch.device) -> None:
+        contender = next(c for c in contenders(run.model) if c.name == name)
+        self._run, self._taken, self._times = run, 0, list[float]()
+        self.row: Row = {"how": described(contender)}
+        cuda, begun = run.device == "cuda", time.perf_counter()
+        held = torch.cuda.memory_allocated() if cuda else 0  # by contenders before
+        plain, task = build(run, device)
+        self._batches = batches_of(run, task, device)
+        backend = "aot_eager" if run.quick else "inductor"
+        self._trainer: Several | None = None
+        try:
+            self._trainer = Several(
+                contender, plain, self._batches[0], task, in_place=True, backend=backend
+            )
+        except Left as left:
+            self.row["left_out"] = str(left)
+            return
+        del plain
+        self._losses = [self._mean(self.step())]
+        for _ in range(1 if run.quick else WARM_UP - 1):
+            self.step()
+        timing.synchronize(run.device)
+        self.row["started_s"] = time.perf_counter() - begun
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            self.row["peak_gib"] = (torch.cuda.max_memory_allocated() - held) / GIB
 
-    def mean(loss: Tensor) -> float:
+    def step(self) -> Tensor:
+        """Train a step on the next batch."""
+        assert self._trainer is not None
+        self._taken += 1
+        return self._trainer.next_step(self._batches[self._taken % len(self._batches)])
+
+    def _mean(self, loss: Tensor) -> float:
         total = loss.float().clone()
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
 
-    losses = [mean(step())]
-    for _ in range(1 if quick else WARM_UP - 1):
-        step()
-    timing.synchronize(run.device)
-    row["started_s"] = time.perf_counter() - begun
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    steps, times = 1 if quick else STEPS[run.model], []
-    for _ in range(REPEATS):
+    def repeat(self) -> None:
+        """Time some steps."""
+        if self._trainer is None:
+            return
+        steps = 1 if self._run.quick else STEPS[self._run.model]
         dist.barrier()
-        timing.synchronize(run.device)
+        timing.synchronize(self._run.device)
         start = time.perf_counter()
         for _ in range(steps):
-            loss = step()
-        timing.synchronize(run.device)
-        times.append((time.perf_counter() - start) * 1e3 / steps)
-        losses.append(mean(loss))
-    x = batches[0]["x"]
-    row["step"] = timing.spread(times)
-    count = x.numel() if x.dim() == 2 else len(x)
-    row["per_second_per_gpu"] = count / row["step"]["median_ms"] * 1e3
-    row |= {"losses": losses, "wire": bytes_of(trainer)}
-    if trainer.report is not None:
-        row["converted"] = len(trainer.report.converted)
-    if cuda:
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-        events = kernel_classes.profiled_events(step, 2)
-        row["kernels"] = kernel_classes.beside_communication(events, 2)
-    return row
+            loss = self.step()
+        timing.synchronize(self._run.device)
+        self._times.append((time.perf_counter() - start) * 1e3 / steps)
+        self._losses.append(self._mean(loss))
+
+    def finished(self) -> Row:
+        """The row, with kernels."""
+        if self._trainer is None:
+            return self.row
+        x, row, report = self._batches[0]["x"], self.row, self._trainer.report
+        row["step"] = timing.spread(self._times)
+        count = x.numel() if x.dim() == 2 else len(x)
+        row["per_second_per_gpu"] = count / row["step"]["median_ms"] * 1e3
+        row |= {"losses": self._losses, "wire": bytes_of(self._trainer)}
+        row |= {} if report is None else {"converted": len(report.converted)}
+        if self._run.device == "cuda":
+            events = kernel_classes.profiled_events(self.step, 2)
+            row["kernels"] = kernel_classes.beside_communication(events, 2)
+        return row
+
+
+def measured(run: Run, device: torch.device) -> dict[str, Row]:
+    """Rows of the run's contenders, whose repeats take turns; every process calls this."""
+    timed = {name: Timed(run, name, device) for name in (run.contender, *run.beside)}
+    for _ in range(REPEATS):
+        for contender in timed.values():
+            contender.repeat()
+    return {name: contender.finished() for name, contender in timed.items()}
 
 
 def process(rank: int, world: int, work: Any, run: Run, folder: Path) -> None:
@@ -347,8 +375,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = [args.model, f"{args.gpus} GPUs", f"{args.each} a GPU"]
     parts += [f"{args.layers} blocks"] * bool(args.layers) + ["no peer access"] * args.no_peer
     shared = {o: vars(args)[o] for o in ("model", "gpus", "each", "device", "quick", "layers")}
-    runs = {f"{', '.join(parts)}/{name}": Run(contender=name, **shared) for name in names}
-    jobs = {key: functools.partial(launched, measured, run, args.gpus) for key, run in runs.items()}
+
+    @functools.cache
+    def together(first: str, *others: str) -> dict[str, Row]:
+        run, rows = Run(contender=first, beside=others, **shared), dict[str, Row]()
+        try:
+            rows = launched(measured, run, args.gpus)
+        except Said as error:
+            rows = {name: {"error": said(error)} for name in (first, *others)}
+        return rows
+
+    def row_of(name: str) -> Row:
+        # Two contenders of the 8B do not fit a GPU.
+        return together(*([name] if args.model == "llama_8b" else names))[name]
+
+    jobs = {f"{', '.join(parts)}/{name}": functools.partial(row_of, name) for name in names}
     benchmark = "fsdp" if args.model == "llama_8b" else "ddp"
     measure_all(args, benchmark, jobs, {"steps": STEPS, "rank": RANK, "ddp": DDP})
 
