@@ -78,6 +78,11 @@ def contenders(model: str) -> list[Contender]:
     return [by_name(name, **base, head="torch" if sharded else "") for name in names]
 
 
+def named(model: str, name: str) -> Contender:
+    """The contender of that name."""
+    return next(one for one in contenders(model) if one.name == name)
+
+
 @dataclass(frozen=True)
 class Run:
     """Settings that all processes of a training share."""
@@ -207,39 +212,36 @@ def batches_of(run: Run, task: Task, device: torch.device) -> list[Batch]:
 
 
 class Timed:
-    """A contender that was built and has warmed up. Every process of a run makes one."""
+    """A contender that was built and has warmed up. Every process of a run makes one.
+
+    Raises Left.
+    """
 
     def __init__(self, run: Run, name: str, device: torch.device) -> None:
-        contender = next(c for c in contenders(run.model) if c.name == name)
+        contender = named(run.model, name)
         self._run, self._taken, self._times = run, 0, list[float]()
-        self.row: Row = {"how": described(contender)}
+        self._row: Row = {"how": described(contender)}
         cuda, begun = run.device == "cuda", time.perf_counter()
         held = torch.cuda.memory_allocated() if cuda else 0  # by contenders before
         plain, task = build(run, device)
         self._batches = batches_of(run, task, device)
         backend = "aot_eager" if run.quick else "inductor"
-        self._trainer: Several | None = None
-        try:
-            self._trainer = Several(
-                contender, plain, self._batches[0], task, in_place=True, backend=backend
-            )
-        except Left as left:
-            self.row["left_out"] = str(left)
-            return
+        self._trainer = Several(
+            contender, plain, self._batches[0], task, in_place=True, backend=backend
+        )
         del plain
         self._losses = [self._mean(self.step())]
         for _ in range(1 if run.quick else WARM_UP - 1):
             self.step()
         timing.synchronize(run.device)
-        self.row["started_s"] = time.perf_counter() - begun
+        self._row["started_s"] = time.perf_counter() - begun
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             self.step()
-            self.row["peak_gib"] = (torch.cuda.max_memory_allocated() - held) / GIB
+            self._row["peak_gib"] = (torch.cuda.max_memory_allocated() - held) / GIB
 
     def step(self) -> Tensor:
         """Train a step on the next batch."""
-        assert self._trainer is not None
         self._taken += 1
         return self._trainer.next_step(self._batches[self._taken % len(self._batches)])
 
@@ -250,8 +252,6 @@ class Timed:
 
     def repeat(self) -> None:
         """Time some steps."""
-        if self._trainer is None:
-            return
         steps = 1 if self._run.quick else STEPS[self._run.model]
         dist.barrier()
         timing.synchronize(self._run.device)
@@ -264,9 +264,7 @@ class Timed:
 
     def finished(self) -> Row:
         """The row, with kernels."""
-        if self._trainer is None:
-            return self.row
-        x, row, report = self._batches[0]["x"], self.row, self._trainer.report
+        x, row, report = self._batches[0]["x"], self._row, self._trainer.report
         row["step"] = timing.spread(self._times)
         count = x.numel() if x.dim() == 2 else len(x)
         row["per_second_per_gpu"] = count / row["step"]["median_ms"] * 1e3
@@ -280,11 +278,16 @@ class Timed:
 
 def measured(run: Run, device: torch.device) -> dict[str, Row]:
     """Rows of the run's contenders, whose repeats take turns; every process calls this."""
-    timed = {name: Timed(run, name, device) for name in (run.contender, *run.beside)}
+    timed, rows = dict[str, Timed](), dict[str, Row]()
+    for name in (run.contender, *run.beside):
+        try:
+            timed[name] = Timed(run, name, device)
+        except Left as left:
+            rows[name] = {"how": described(named(run.model, name)), "left_out": str(left)}
     for _ in range(REPEATS):
         for contender in timed.values():
             contender.repeat()
-    return {name: contender.finished() for name, contender in timed.items()}
+    return rows | {name: contender.finished() for name, contender in timed.items()}
 
 
 def process(rank: int, world: int, work: Any, run: Run, folder: Path) -> None:
@@ -378,20 +381,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     @functools.cache
     def together(first: str, *others: str) -> dict[str, Row]:
-        run, rows = Run(contender=first, beside=others, **shared), dict[str, Row]()
+        run = Run(contender=first, beside=others, **shared)
         try:
-            rows = launched(measured, run, args.gpus)
+            return dict(launched(measured, run, args.gpus))
         except Said as error:
-            rows = {name: {"error": said(error)} for name in (first, *others)}
-        return rows
+            return {name: {"error": said(error)} for name in (first, *others)}
+
+    sharded = args.model == "llama_8b"  # two of its contenders do not fit a GPU
 
     def row_of(name: str) -> Row:
-        # Two contenders of the 8B do not fit a GPU.
-        return together(*([name] if args.model == "llama_8b" else names))[name]
+        return together(*([name] if sharded else names))[name]
 
     jobs = {f"{', '.join(parts)}/{name}": functools.partial(row_of, name) for name in names}
-    benchmark = "fsdp" if args.model == "llama_8b" else "ddp"
-    measure_all(args, benchmark, jobs, {"steps": STEPS, "rank": RANK, "ddp": DDP})
+    measure_all(
+        args, "fsdp" if sharded else "ddp", jobs, {"steps": STEPS, "rank": RANK, "ddp": DDP}
+    )
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ IMAGES = (
     "benchmarks/bench_training.py --table supplement --device cuda --tf32 --batch 128 "
     f"--seeds 0,1,2 --devices 0 --jobs 8 --images {CIFAR}"
 )
-SEVERAL = "-m benchmarks.evidence.several --device cuda --gpus 4"
-WIRE = "-m benchmarks.evidence.several --device cuda --gpus 2"
+SEVERAL = "-m benchmarks.evidence.several --device cuda --gpus"
 SHARES = {
     "gpt-25M": {
         f"{GPT} --seeds 0 1 2 3 --contenders bf16 default 'default int8-forward' 'FP8 tensorwise'":
@@ -45,16 +44,16 @@ SHARES = {
         }
         for model, epochs in (("resnet18", 20), ("vit-s", 30), ("efficientformer", 10))
     },
-    "several-8b": {f"{SEVERAL} --model llama_8b": "several"},
+    "several-8b": {f"{SEVERAL} 4 --model llama_8b": "several"},
     "several-vit": {
-        f"{WIRE} --model vit_l --each 128 --images {CIFAR} {part}": "several"
+        f"{SEVERAL} 2 --model vit_l --each 128 --images {CIFAR} {part}": "several"
         for part in ("--part losses --seeds 0 1 2", "--part resume one")
     },
     "wire-10M": {
-        f"{WIRE} --model gpt_10m --each 32 --seeds 0 1 2 --contenders {names}": "wire-10M"
+        f"{SEVERAL} 2 --model gpt_10m --each 32 --seeds 0 1 2 --contenders {names}": "wire-10M"
         for names in ("bf16 'bf16, INT8 gradients'", "'bf16, bf16_compress_hook'")
     },
-    "wire-91M": {f"{WIRE} --model gpt_91m --seeds 0 1 2": "wire-91M"},
+    "wire-91M": {f"{SEVERAL} 2 --model gpt_91m --seeds 0 1 2": "wire-91M"},
 }  # fmt: skip
 """Commands of each share and their reports; --json and --budget are added."""
 

@@ -27,10 +27,10 @@ FORMS = (
 """Contenders of :func:`predicted`."""
 
 
-def settings_of(results: Path, name: str = SPEEDS) -> dict[str, dict[str, Report]]:
+def settings_of(results: Path, report: str = SPEEDS) -> dict[str, dict[str, Report]]:
     """Rows of a report by setting and contender."""
     out: dict[str, dict[str, Report]] = {}
-    for key, row in report_of(results, name)["rows"].items():
+    for key, row in report_of(results, report)["rows"].items():
         setting, name = key.split("/", 1)
         out.setdefault(setting, {})[name] = row
     return out
@@ -116,11 +116,13 @@ def several(results: Path) -> Lines:
     yield from ("", dates_line(results, [SPEEDS]))
 
 
-def ddp(results: Path) -> Lines:
-    """Steps and kernels: bf16's in milliseconds, the others' speed; the largest share of its peak.
+def _times(row: Report) -> list[float]:
+    """Milliseconds of a step, and of its kernels that do not communicate where they are known."""
+    return [row["step"]["median_ms"], *([row["kernels"]["busy_ms"]] if "kernels" in row else [])]
 
-    Kernels are those that do not communicate.
-    """
+
+def ddp(results: Path) -> Lines:
+    """Steps and kernels: milliseconds of bf16, the others' speed, the largest share of its peak."""
     models: dict[str, dict[str, dict[str, Report]]] = {}
     for setting, rows in settings_of(results, DDP).items():
         model, gpus, _, *peer = setting.split(", ")
@@ -135,17 +137,10 @@ def ddp(results: Path) -> Lines:
             for place in places:
                 row, plain = (found.get(place, {}).get(one, {}) for one in (name, "bf16"))
                 if "step" in row and "step" in plain:
-                    times, of = (
-                        [
-                            r["step"]["median_ms"],
-                            *([r["kernels"]["busy_ms"]] if "kernels" in r else ()),
-                        ]
-                        for r in (row, plain)
-                    )
-                    cell = [f"{b / a:.2f}×" for a, b in zip(times, of, strict=True)]
-                    if name == "bf16":
-                        cell = [f"{ms:.0f} ms" for ms in times]
-                    words.append(", ".join(cell))
+                    pairs = zip(_times(row), _times(plain), strict=True)
+                    words.append(", ".join(
+                        f"{ms:.0f} ms" if name == "bf16" else f"{of / ms:.2f}×" for ms, of in pairs
+                    ))  # fmt: skip
                     peaks += [row["peak_gib"] / plain["peak_gib"]] if "peak_gib" in row else []
                 else:
                     words.append(row.get("left_out", "failed") if row else "")
