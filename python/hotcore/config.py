@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json as _json
 import operator
 import re
@@ -51,42 +50,6 @@ class HotConfigFields(TypedDict, total=False):
 
 RECIPES: dict[RecipeName, dict[str, Any]] = {n: _core.recipe(n) for n in get_args(RecipeName)}
 """Recipe -> the fields that differ from the defaults. libhot has the table (hot::recipe)."""
-
-_INT4 = "use storage='int4', with equalize_tokens=True where the sizes of tokens differ widely"
-REMOVED = "removed in hotcore 0.1.0 (2026-11)"
-_ADDED = "leave it out: autograd adds; a compiled step takes less time and memory"
-GONE = {
-    "storage='token8'": "use storage='int8'",
-    "storage='token4'": _INT4,
-    "storage='token2'": _INT4,
-    "storage='rht2'": _INT4,
-    "recipe='compact'": "use 'default', with equalize_tokens=True",
-    "forward_block=128": "use 64 or 256",
-    "x_rounding": "leave it out: x is always rounded stochastically",
-    "weight_scale": "leave it out: it is 'tensor' with gx_scale='tensor', otherwise 'channel'",
-    "x_scale": "leave it out: it is 'channel' with gw_scale='channel', otherwise one for all",
-    "saved": "recompute some of the blocks, hot.recompute(model.blocks[:n]), or set torch's "
-    "activation_memory_budget",
-    "gradient_accumulation": _ADDED,
-    "gather_codes": "hot.int8_weights(model) after fully_shard gathers a byte a value",
-    "accumulate": _ADDED,
-    "share_inputs": "leave it out: compile the blocks, whose layers with one x keep it once",
-}
-"""Removed arguments, as ``argument`` or ``argument=value`` -> what to do instead."""
-
-
-def check_gone(name: str, value: object = None, where: str = "") -> None:
-    """Refuse a removed argument, or a removed value of it: ValueError, begun by ``where``."""
-    for entry, subject in ((name, ""), (f"{name}={value!r}", f"{value!r} was ")):
-        if entry in GONE:
-            raise ValueError(f"{where}{name}: {subject}{REMOVED}; {GONE[entry]}")
-
-
-def refuse_arguments(function: str, names: Iterable[str]) -> None:
-    """Refuse keyword arguments that a function does not have. Raises ValueError or TypeError."""
-    for name in names:
-        check_gone(name)
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 class Key(NamedTuple):
@@ -195,16 +158,11 @@ def check_names(names: Iterable[str], where: str, arguments: Sequence[str] = ())
     """Refuse names of no field: ValueError, or TypeError where a call has other ``arguments``."""
     for name in names:
         if name not in FIELDS:
-            of_a_call = arguments or where == "recipe"  # then the name is the argument's
-            check_gone(name, where="" if of_a_call else f"{where}: ")
             near = difflib.get_close_matches(name, [*FIELDS, *arguments], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(FIELDS)}"
             if arguments:
                 raise TypeError(f"{where}: unexpected argument {name!r}; {hint}")
             raise ValueError(f"{where}: HotConfig has no field {name!r}; {hint}")
-
-
-_FORMER = {"row": "token", "column": "channel"}  # former words for scales
 
 
 def _ask(call: Callable[..., Any], *arguments: Any, **names: str) -> None:
@@ -288,7 +246,6 @@ class HotConfig:
     def _check_type(self, field: Field) -> None:
         """Refuse a value of another type, or one that is no choice. Lists are checked later."""
         value = getattr(self, field.name)
-        check_gone(field.name, value)
         if field.type == "int":
             if not isinstance(value, int):
                 raise TypeError(f"{field.name}: expected an int, got {value!r}")
@@ -297,9 +254,7 @@ class HotConfig:
             check_type(bool, **{field.name: value})
         elif field.type == "choice" and not (isinstance(value, str) and value in field.choices):
             known = ", ".join(map(repr, field.choices))
-            former = _FORMER.get(value) if isinstance(value, str) else None
-            hint = f"; {value!r} is now {former!r}" if former in field.choices else ""
-            raise ValueError(f"{field.name}: {value!r} is not one of {known}{hint}")
+            raise ValueError(f"{field.name}: {value!r} is not one of {known}")
 
     @classmethod
     def recipe(
@@ -391,19 +346,6 @@ if HotConfig.__doc__:  # not with python -OO
     HotConfig.__doc__ += "    "
 
 _NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
-_init = HotConfig.__init__
-
-
-@functools.wraps(_init)
-def _init_of_today(self: HotConfig, *values: Any, **fields: Any) -> None:
-    for name in fields:
-        if name not in _NAMES:
-            check_gone(name)
-    _init(self, *values, **fields)
-
-
-HotConfig.__init__ = _init_of_today  # type: ignore[method-assign]  # names removed fields
-
 
 _RECIPES: dict[RecipeName, dict[str, Any]] = {
     recipe: {name: changes.get(name, getattr(HotConfig, name)) for name in _NAMES}
@@ -422,7 +364,6 @@ def _checked(values: tuple[Any, ...]) -> tuple[Any, Any, str]:
 
 def _check_recipe(recipe: Any, name: str) -> None:
     if not isinstance(recipe, str) or recipe not in RECIPES:
-        check_gone("recipe", recipe)
         hint = "; for the 8-bit forward: recipe('default', forward='int8')"
         known = ", ".join(map(repr, RECIPES)) + (hint if recipe == "int8" else "")
         raise ValueError(f"{name}: {recipe!r} is not one of {known}")

@@ -13,7 +13,6 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import HotConfig, Key
-from hotcore import config as config_module
 from hotcore.config import FIELDS, RECIPES, Field, HotConfigFields, as_config, as_key
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,17 +101,6 @@ def test_the_class_is_the_table() -> None:
         assert field.doc and (field.choices or field.values or field.type == "bool")
 
 
-def test_former_words_for_scales() -> None:
-    count = 0
-    for field in FIELDS.values():
-        for old, new in config_module._FORMER.items():
-            if new in field.choices and old not in field.choices:
-                count += 1
-                with pytest.raises(ValueError, match=f"^{field.name}: .* '{old}' is now '{new}'"):
-                    HotConfig(**{field.name: old})
-    assert count > 1
-
-
 def test_no_other_place_lists_the_fields() -> None:
     # Code that reads the table (bindings, JAX, the C ABI) names no field itself. Only hla
     # takes some as arguments.
@@ -176,34 +164,6 @@ def test_overrides() -> None:
         ("fast", {"forward_block": 512}, "forward_block: expected a .* 1 to 64, or 256, got 512$"),
     ):
         refused(HotConfig.recipe, message, ValueError, name, **fields)
-
-
-USES: dict[str, dict[str, object]] = {
-    **{f"storage: '{old}' was": {"storage": old} for old in ("token8", "token4", "token2", "rht2")},
-    "forward_block: 128 was": {"forward_block": 128},
-    "x_rounding: ": {"x_rounding": "nearest"},
-    "weight_scale: ": {"weight_scale": "tensor"},
-    "x_scale: ": {"x_scale": "tensor"},
-}
-
-
-@pytest.mark.parametrize(("begins", "fields"), USES.items(), ids=USES)
-def test_what_was_removed_is_named_with_its_date(begins: str, fields: dict) -> None:
-    says = rf"{re.escape(begins)}.*removed in hotcore 0\.1\.0 \(2026-11\); (use|leave)"
-    state = {**HotConfig().__getstate__(), **fields}
-    for where, read in (
-        ("", lambda: HotConfig(**fields)),
-        ("", lambda: HotConfig.recipe("default", **fields)),
-        ("", lambda: dataclasses.replace(HotConfig(), **fields)),
-        ("text: ", lambda: HotConfig.from_json(json.dumps(fields))),
-        ("(state: )?", lambda: HotConfig().__setstate__(state)),
-    ):
-        refused(read, rf"^{where}{says}")
-
-
-def test_a_removed_recipe_is_named_with_its_date() -> None:
-    for read in (HotConfig.recipe, as_config):
-        refused(read, r"^recipe: 'compact' was removed in .*'default'", ValueError, "compact")
 
 
 def test_the_forward_is_an_option_of_every_recipe() -> None:

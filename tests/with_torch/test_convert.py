@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import gc
-import importlib
 import json
 import pickle
 import re
@@ -131,21 +130,6 @@ def test_filter_fn() -> None:
     assert {layer.reason for layer in report.skipped} == {"left out by filter_fn"}
     assert len(seen) == 7
     model(torch.randint(50, (2, 20))).sum().backward()
-
-
-REMOVED = r"removed in hotcore 0\.1\.0 \(2026-11\)"
-
-
-def test_what_was_removed_says_what_to_do() -> None:
-    for value in (8, {"relu": 1}, None):
-        with pytest.raises(ValueError, match=rf"^saved: {REMOVED}; recompute .*_memory_budget$"):
-            hot.convert(Model(), saved=value)
-    with pytest.raises(AttributeError, match=rf"gradient_accumulation: {REMOVED}; leave it out"):
-        hot.gradient_accumulation  # noqa: B018  (the name is the test)
-    refused(lambda: hot.gather_codes, rf"gather_codes: {REMOVED}; hot.int8_weights", AttributeError)
-    with pytest.raises(ImportError, match=rf"gather_codes: {REMOVED}; hot.int8_weights"):
-        importlib.import_module("hotcore.torch.gathered")
-    refused(lambda: hot.converted, "'hotcore.torch' has no attribute 'converted'", AttributeError)
 
 
 def test_filter_that_matches_nothing() -> None:
@@ -327,7 +311,6 @@ def test_overrides_leave_out() -> None:
         ({"*.qkv": "quick"}, ValueError, r"overrides\['\*.qkv'\]: 'quick' is not one of"),
         ({"*.qkv": 3}, TypeError, r"overrides\['\*.qkv'\]: expected a HotConfig or a recipe"),
         ({"*.qkv": {"bits": 4}}, ValueError, r"overrides\['\*.qkv'\]: HotConfig has no field '?bi"),
-        ({"*.qkv": {"x_scale": "token"}}, ValueError, r"overrides\['\*.qkv'\]: x_scale: removed"),
         ({"*.qkv": {"gx_bits": 5}}, ValueError, r"overrides\['\*.qkv'\]: gx_bits: expected 4"),
     ],
 )

@@ -19,7 +19,6 @@ from torch_graphs import causal
 pytestmark = pytest.mark.usefixtures("seeded")
 
 MICRO = 2  # micro-batches of a step
-REMOVED = r"^accumulate: removed in hotcore 0\.1\.0 \(2026-11\); leave it out: autograd adds"
 
 
 class Net(nn.Module):
@@ -127,8 +126,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="layers: 'x' matches none of"):
         HotLoop(model, optimizer, noise_every=1, noise_layers="x")
     refused(lambda: HotLoop(model, optimizer, log=3), "log: expected .*, got int", TypeError)
-    refused(lambda: HotLoop(model, optimizer, accumulate=True), REMOVED)
-    with pytest.raises(TypeError, match=r"^HotLoop\(\) got an unexpected keyword .*'warm_up'$"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'warm_up'"):
         HotLoop(model, optimizer, warm_up=3)
     with HotLoop(model, optimizer) as loop, pytest.raises(RuntimeError, match="entered already"):
         loop.__enter__()
@@ -256,7 +254,6 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     callback.close()
     assert no_trace(model)
     refused(lambda: HotCallback(warm_up=3), "expected options log, .*, got warm_up", TypeError)
-    refused(lambda: HotCallback(accumulate=True), REMOVED)
 
 
 # ---- Lightning ----

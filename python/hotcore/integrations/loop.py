@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 import hotcore.torch as hot
-from hotcore.config import check_gone, refuse_arguments
 
 Scalars = Mapping[str, float]
 
@@ -45,9 +44,7 @@ class HotLoop:
         noise_layers: str | Sequence[str] = "*",
         log: Any = None,
         start: int = 0,
-        **removed: NoReturn,
     ) -> None:
-        refuse_arguments("HotLoop", removed)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -101,8 +98,6 @@ class LoopCallback:
         """Keep the loop's options, except ``start``. Raises TypeError or ValueError."""
         known = set(HotLoop.__init__.__kwdefaults__ or {}) - {"start"}
         unknown = sorted(options.keys() - known)
-        for name in unknown:
-            check_gone(name)
         if unknown:
             expected = ", ".join(sorted(known))
             raise TypeError(f"HotCallback: expected options {expected}, got {', '.join(unknown)}")

@@ -28,12 +28,10 @@ from .loop import LoopCallback
 _TrainerCallback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
 _ConversionOps: Any = importlib.import_module("transformers.core_model_loading").ConversionOps
 _quantizers: Any = importlib.import_module("transformers.quantizers")
-_ConfigMixin: Any = importlib.import_module(
-    "transformers.utils.quantization_config"
-).QuantizationConfigMixin
+_configs: Any = importlib.import_module("transformers.utils.quantization_config")
 
 
-class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
+class HotQuantizationConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]
     """Option of ``from_pretrained``, ``quantization_config=``, that converts the model to HOT.
 
     :func:`hotcore.torch.convert` converts the loaded model: the Parameters stay, in the requested
@@ -103,8 +101,7 @@ class _Freeze(_ConversionOps):  # type: ignore[misc]
     def convert(self, input_dict: Mapping[str, Any], missing_keys: Any, **_: Any) -> dict[str, Any]:
         """Leave no tensor for transformers to set."""
         for name, value in input_dict.items():
-            weight = value[0] if isinstance(value, list) else value
-            self._quantizer.take(name, weight)
+            self._quantizer.take(name, value[0] if isinstance(value, list) else value)
             missing_keys.discard(name)
         return {}
 
@@ -168,8 +165,7 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         layer = self._freezing.layers[fqn]
         like = layer._parameters["weight"]
         if weight.shape != like.shape:
-            shapes = f"{list(weight.shape)}; expected {list(like.shape)}"
-            raise ValueError(f"{name}: shape {shapes}")
+            raise ValueError(f"{name}: shape {list(weight.shape)}; expected {list(like.shape)}")
         codes = self._freezing.encoded_weight(fqn, weight.to(like.dtype))
         self._freezing.freeze(fqn, parameter(codes))
         layer._is_hf_initialized = True
@@ -186,12 +182,10 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         self.pre_quantized = bool(coded)
         config.convert(model, _device_of(device_map), coded or None)
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-        self._freezing = freezing = Freezing(
-            model,
-            4 if config.freeze == "int4" else 8,
-            lambda _, name: f"{name}.weight" not in tied,  # transformers sets these again
-            save_codes=config.save_codes,
-        )
+        bits, save = 4 if config.freeze == "int4" else 8, config.save_codes
+        # transformers sets tied weights again.
+        freezing = Freezing(model, bits, lambda _, n: f"{n}.weight" not in tied, save_codes=save)
+        self._freezing = freezing
         self._frozen = {f"{fqn}.weight": fqn for fqn in freezing.layers}
         if coded:
             for name, fqn in self._frozen.items():
@@ -215,17 +209,13 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         if self._freezing is None:
             self.quantization_config.convert(model)
             return model
-        absent = [
-            name
-            for name, layer in self._freezing.layers.items()
-            if not isinstance(layer, FrozenModule)
-        ]
-        if absent:
+        layers = self._freezing.layers
+        if absent := [n for n, layer in layers.items() if not isinstance(layer, FrozenModule)]:
             raise ValueError(
                 f"quantization_config: the checkpoint has no usable weight for {listed(absent)}, "
                 "which freeze would quantise; name these layers in modules_to_not_convert"
             )
-        for layer in self._freezing.layers.values():
+        for layer in layers.values():
             if layer.weight_codes.data_ptr() % ALIGNMENT:  # in the memory of a file
                 layer.weight_codes = parameter(layer.weight_codes.detach().clone())
             layer.on_frozen()
@@ -292,9 +282,7 @@ class HotCallback(LoopCallback, _TrainerCallback):  # type: ignore[misc]  # unty
     ) -> None:
         """Enter the loop."""
         self.close()
-        self._enter(
-            model, optimizer, state.global_step, lambda scalars, _: self._pending.update(scalars)
-        )
+        self._enter(model, optimizer, state.global_step, lambda new, _: self._pending.update(new))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the step's measurements; the Trainer has already counted the step."""

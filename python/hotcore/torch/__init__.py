@@ -6,9 +6,8 @@ documented beside them and importable from their modules.
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
 
-from ..config import HotConfig, check_gone
+from ..config import HotConfig
 from . import (
     _requirement,  # noqa: F401  (imported first: it checks torch's version)
     openmp,
@@ -68,13 +67,3 @@ __all__ = [  # noqa: RUF022  (the order of use)
     "NoiseMonitor",
     "CustomBackward",
 ]
-
-if not TYPE_CHECKING:  # type checkers would take any name for one of the module
-
-    def __getattr__(name: str) -> Any:
-        """Raise AttributeError; for a removed function it says what to do instead."""
-        try:
-            check_gone(name)
-        except ValueError as error:
-            raise AttributeError(f"module {__name__}: {error}") from None
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -283,8 +283,7 @@ class FrozenModule(HotModule, nn.Module):
     """Names of the buffers that a plain layer does not have."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        plain = self.thawed.__name__
-        raise TypeError(f"{type(self).__name__}: hot.freeze makes it of a {plain}")
+        raise TypeError(f"{type(self).__name__}: hot.freeze makes it of a {self.thawed.__name__}")
 
     @classmethod
     def rows(cls, weight: Tensor) -> Tensor:
@@ -425,9 +424,8 @@ class FrozenModule(HotModule, nn.Module):
         if why := own_forward(self):
             raise ValueError(f"weight: its layer cannot be thawed: {why}; undo that first")
         weight = (self.dequantized() if values is None else _values(values)).contiguous()
-        if tuple(weight.shape) != self.weight_shape:
-            expected = self.weight_shape
-            raise ValueError(f"weight: shape {tuple(weight.shape)}; expected {expected}")
+        if (shape := tuple(weight.shape)) != self.weight_shape:
+            raise ValueError(f"weight: shape {shape}; expected {self.weight_shape}")
         return nn.Parameter(weight, requires_grad=False)
 
     @classmethod
@@ -445,9 +443,8 @@ class FrozenModule(HotModule, nn.Module):
         for name in self.buffers_of_codes:
             self._buffers.pop(name, None)
         # A new set: preserve_state restores the old one.
-        self._non_persistent_buffers_set = self._non_persistent_buffers_set.difference(
-            self.buffers_of_codes
-        )
+        kept = self._non_persistent_buffers_set.difference(self.buffers_of_codes)
+        self._non_persistent_buffers_set = kept
         become(self, self.thawed)
 
     # ---- as a module ----
@@ -484,9 +481,8 @@ class FrozenModule(HotModule, nn.Module):
         else:
             # On the CPU: a GPU that holds the codes may not have room for all weights at once.
             del state[prefix + _CODES]
-            on_device = self.weight_codes.is_meta
             weight = self.dequantized().contiguous()
-            state[prefix + "weight"] = weight if on_device else weight.cpu()
+            state[prefix + "weight"] = weight if self.weight_codes.is_meta else weight.cpu()
             state.move_to_end(prefix + "weight", last=False)
         destination.update(state)
 
@@ -496,8 +492,7 @@ class FrozenModule(HotModule, nn.Module):
         state = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
-            codes = self._codes_from(state, prefix, assign)
-            if codes is not None:
+            if (codes := self._codes_from(state, prefix, assign)) is not None:
                 state[prefix + _CODES] = codes
                 self._make_room(codes, assign)
         except (ValueError, RuntimeError) as error:
@@ -526,9 +521,8 @@ class FrozenModule(HotModule, nn.Module):
             return codes if aligned or not assign else codes.clone()
         if weight is None:
             return None
-        if tuple(weight.shape) != self.weight_shape:
-            expected = self.weight_shape
-            raise ValueError(f"size mismatch: shape {tuple(weight.shape)}; expected {expected}")
+        if (shape := tuple(weight.shape)) != self.weight_shape:
+            raise ValueError(f"size mismatch: shape {shape}; expected {self.weight_shape}")
         if not weight.is_floating_point():
             raise ValueError(
                 f"dtype {weight.dtype}; expected floating-point values, or codes under {_CODES} "
@@ -594,10 +588,7 @@ def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Param
 
 def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> None:
     """Replace a Parameter by another; their order stays."""
-    items = [
-        (name, parameter) if key == old else (key, value)
-        for key, value in layer._parameters.items()
-    ]
+    items = [(name, parameter) if k == old else (k, p) for k, p in layer._parameters.items()]
     layer._parameters.clear()
     layer._parameters.update(items)
 

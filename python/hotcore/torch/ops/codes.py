@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from ... import _core
 from ...config import HotConfig, Key
@@ -52,18 +52,6 @@ def once(x: Tensor, key: Hashable, make: Callable[[], _Result]) -> _Result:
     if versioned not in results:
         results[versioned] = make()
     return results[versioned]
-
-
-class _Same(NamedTuple):
-    """A tensor as a part of a key, which is equal for the same tensor."""
-
-    tensor: Tensor | None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.tensor is other.tensor
-
-    def __hash__(self) -> int:
-        return id(self.tensor)
 
 
 # ---- sizes ----
@@ -117,9 +105,8 @@ def _bytes(size: int, device: torch.device) -> Tensor:
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[..., I]`` compressed to a uint8 vector, by libhot without autograd or dispatcher."""
     x, tokens, in_features = collapsible(x)
-    shape = (tokens, in_features, config.spec)
     saved = _bytes(saved_bytes(tokens, in_features, config), x.device)
-    scratch = (_core.compress_activation_workspace, *shape)
+    scratch = (_core.compress_activation_workspace, tokens, in_features, config.spec)
     call(_core.compress_activation, x, scratch, x=x, spec=config.spec, key=key, saved=saved)
     return saved
 
@@ -209,10 +196,9 @@ def quantize_forward_input(
     if key is None:
         call(_core.quantize_forward_input, x, x=x, spec=spec, out=codes, exponents=exponents)
         return codes, None
-    shape = (tokens, in_features, config.spec)
     saved = _bytes(saved_bytes(tokens, in_features, config), x.device)
     kept = {"kept": config.spec, "key": key, "saved": saved}
-    scratch = (_core.compress_activation_workspace, *shape)
+    scratch = (_core.compress_activation_workspace, tokens, in_features, config.spec)
     call(_core.quantize_forward_input, x, scratch, x=x, spec=spec, out=codes, **kept)
     return codes, saved
 
@@ -249,7 +235,8 @@ def input_of(
     if keep and not _compat.in_selective_checkpoint():
         return once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
     saved, seed = kept_of(x, inner, config, keep)
-    key = (parsed(config).forward_block, inner.dtype, _Same(exponents))
+    same = None if exponents is None else WeakIdRef(exponents)
+    key = (parsed(config).forward_block, inner.dtype, same)
     return once(x, key, lambda: _input_without_node(inner, config, exponents)), saved, seed
 
 

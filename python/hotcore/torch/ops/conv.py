@@ -310,16 +310,10 @@ def _settings_of(config: str, pointwise: bool, grid: Sequence[int]) -> HotConfig
     return settings(layer, pointwise, tiles)
 
 
-def _compress(x: Tensor, seed: Tensor, config: str, window: Window) -> Pair:
-    """The kept pixels of x, and their seed."""
-    rows, storage = _rows(x, config, window)
-    return codes.compress_activation(rows, seed, storage)
-
-
 def _restored(
     saved: Tensor, seed: Tensor, config: str, shape: Sequence[int], last: bool, dtype: torch.dtype
 ) -> Tensor:
-    """x of :func:`_compress`, ``[N, C, H, W]``, where all of it was kept."""
+    """x of its kept pixels, ``[N, C, H, W]``, where all were kept."""
     n, channels, height, width = shape
     storage, tokens = settings(parsed(config), False, None), n * height * width
     if core.bypasses_dispatcher(saved):
@@ -399,7 +393,8 @@ class Conv2d(torch.autograd.Function):
                 matrix, plain_bias = calls.cast(weight, dtype), calls.cast(bias, dtype)
                 y = plain_conv2d(inner, matrix, plain_bias, window)
             if keep:
-                saved, saved_seed = _compress(inner, seed, config, window)
+                rows, storage = _rows(inner, config, window)
+                saved, saved_seed = codes.compress_activation(rows, seed, storage)
         for_gx = core.kept_weight(weight, keep) if need_gx else None
         ctx.save_for_backward(saved, saved_seed, for_gx)
         ctx.set_materialize_grads(False)
@@ -507,11 +502,9 @@ def _backward_pixels(
     nhwc = gy.permute(0, 2, 3, 1)
     config = _settings_of(ctx.config, True, nhwc.shape[1:3])
     matrix = None if dtypes[0] is None or weight is None else weight.flatten(1)
-    seed = saved_seed if ctx.seed is None else ctx.seed
+    seeds = (saved_seed, saved_seed if ctx.seed is None else ctx.seed)
     shape = torch.Size((math.prod(nhwc.shape[:3]), x_shape[1]))
-    rows, gw, gb = linear.gradients(
-        _tokens(nhwc), matrix, saved, saved_seed, seed, config, shape, dtypes
-    )
+    rows, gw, gb = linear.gradients(_tokens(nhwc), matrix, saved, *seeds, config, shape, dtypes)
     gx = None
     if rows is not None:
         gx = rows.view(*nhwc.shape[:3], x_shape[1]).permute(0, 3, 1, 2)

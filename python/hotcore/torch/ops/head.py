@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import itertools
 import math
 import numbers
 import warnings
@@ -199,8 +198,7 @@ def differentiate(
     """
     losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
     at_target = torch.empty_like(losses)
-    kernels = _kernels() if logits.is_cuda else None
-    if kernels is not None:
+    if (kernels := _kernels() if logits.is_cuda else None) is not None:
         kernels.rows(logits, vocab, target, losses, at_target, *options[:3], gradient)
         return losses, at_target
     step = max(1, _BLOCK_VALUES // vocab)
@@ -326,8 +324,7 @@ class _HotProducts(_Products):
         self.seed, self.calls = seed, 0
         count = -(-self.padded // _PART)
         step = up(self.padded, 128 * count) // count
-        ends = [min(end, self.padded) for end in range(0, self.padded + step, step)]
-        self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+        self.parts = [slice(begin, begin + step) for begin in range(0, self.padded, step)]
         whole = self.pad(weight)
         self.quantized = [_for_gx(whole[part], config) if gx else None for part in self.parts]
         self.frozen: Frozen | None = None
@@ -356,9 +353,8 @@ class _HotProducts(_Products):
             share = torch.empty(x.shape, dtype=torch.float32, device=x.device) if gx else None
             outputs = (share, None if gw is None else gw[part], None)
             keys = (saved_key, self._key())
-            linear.backward(
-                gy[:, part], None, saved, width, self.config, keys, outputs, not first, quantized
-            )
+            about = (width, self.config, keys, outputs, not first, quantized)
+            linear.backward(gy[:, part], None, saved, *about)
             out = share if out is None or share is None else out.add_(share)
         if gw is not None:
             gw.index_add_(0, target, at * x)
@@ -375,8 +371,7 @@ def _for_gx(weight: Tensor, config: HotConfig) -> Tensor:
     """A weight's codes for g_x."""
     rows, columns = weight.shape
     shape = (rows, columns, config.spec)
-    size = _core.quantized_weight_bytes(*shape)
-    out = torch.empty(size, dtype=torch.uint8, device=weight.device)
+    out = weight.new_empty(_core.quantized_weight_bytes(*shape), dtype=torch.uint8)
     scratch = (_core.quantize_weight_workspace, *shape)
     call(_core.quantize_weight, weight, scratch, w=weight, spec=config.spec, out=out)
     return out

@@ -122,8 +122,7 @@ def _prepared(
     dtype = calls.autocast_dtype(x)
     inner = calls.cast(x, dtype)  # in the graph, where the compiler fuses it with x's producer
     if int8 or (frozen and (config or x.dtype != weight.dtype)):
-        hint = _FROZEN_DTYPE if frozen else ""
-        calls.check_dtypes(x, weight.dtype, bias, dtype, hint)
+        calls.check_dtypes(x, weight.dtype, bias, dtype, _FROZEN_DTYPE if frozen else "")
     if int8 or (frozen and config):
         calls.check_transforms("linear", x, bias, None if frozen else held)
     traced = not compiled and (_compat.transforms_active() or _compat.jit_tracing())
@@ -400,15 +399,6 @@ def _names_of(dtypes: tuple[torch.dtype | None, ...]) -> str:
     return " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def operator_outputs(
-    gy: Tensor, in_features: int, dtypes: Sequence[torch.dtype | None]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`new_gradients` of an operator, which returns no None: unwanted ones are empty."""
-    new = new_gradients(gy, (gy.shape[0], in_features), dtypes)
-    gx, gw, gb = (gy.new_empty(0) if gradient is None else gradient for gradient in new)
-    return gx, gw, gb
-
-
 def _backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
     """Both products at full rank, whatever their precision; a lower rank takes less time."""
     in_features, dtypes = arguments[5:7]
@@ -425,20 +415,19 @@ def _backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
 )
 def _backward_linear(
     gy: Tensor, weight: Any, saved: Any, saved_seed: Any, seed: Any, config: str, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Any:
     in_features, dtypes, whole = rest[0], dtypes_of(rest[1]), _whole(weight, rest[2:])
-    results = operator_outputs(gy, in_features, dtypes)
-    gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
+    gx, gw, gb = outputs = new_gradients(gy, (gy.shape[0], in_features), dtypes)
     if seed is not None:
         keys = core.keys_of(saved_seed, seed)
-        backward(gy, whole, saved, in_features, parsed(config), keys, (gx, gw, gb))
-        return results
-    # A plain product with a frozen weight.
-    if gx is not None:
-        gx.copy_(gy @ codes.dequantize(_for_product(whole, gy.dtype)).to(gy.dtype))
-    if gb is not None:
-        gb.copy_(gy.sum(0))
-    return results
+        backward(gy, whole, saved, in_features, parsed(config), keys, outputs)
+    else:  # a plain product with a frozen weight
+        if gx is not None:
+            gx.copy_(gy @ codes.dequantize(_for_product(whole, gy.dtype)).to(gy.dtype))
+        if gb is not None:
+            gb.copy_(gy.sum(0))
+    # An operator returns no None: unwanted gradients are empty.
+    return tuple(gy.new_empty(0) if out is None else out for out in outputs)
 
 
 def gradients(

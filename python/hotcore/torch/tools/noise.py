@@ -20,8 +20,6 @@ from ..frozen.bitsandbytes import is_8bit
 from ..frozen.weights import FrozenModule
 from ..layers.modules import HotModule
 
-_KINDS = ("gw", "gx")
-
 
 class NoiseMonitor:
     """Measures the noise to gradient ratio of chosen layers on every ``every``-th step.
@@ -58,8 +56,7 @@ class NoiseMonitor:
         able = {name: module for name, module in model.named_modules() if _measurable(module)}
         if not able:
             raise ValueError("model: no layer of it is converted; call hot.convert(model) first")
-        names = [name for name in able if any(fnmatchcase(name, p) for p in patterns)]
-        if not names:
+        if not (names := [name for name in able if any(fnmatchcase(name, p) for p in patterns)]):
             raise ValueError(f"layers: {layers!r} matches none of {listed(list(able))}")
         self.layers = names
         """Names of the chosen layers."""
@@ -124,7 +121,7 @@ class NoiseMonitor:
             with torch.autocast(device, enabled=False):
                 wide = (x.float(), gy.float(), needs_gx, torch.float)
                 exact = _gradients(content, cls.plain, *wide)
-        for kind, ours, true in zip(_KINDS, noisy, exact, strict=True):
+        for kind, ours, true in zip(("gw", "gx"), noisy, exact, strict=True):
             if ours is not None and true is not None:
                 for key in (name or "(root)", "all"):
                     sums = self._sums.setdefault(f"hot/noise_{kind}/{key}", [0.0, 0.0])
@@ -154,8 +151,7 @@ def _gradients(
     }
     weight = copies["weight"].requires_grad_(content["_parameters"]["weight"].requires_grad)
     x = x.detach().requires_grad_(needs_gx)
-    wanted = [tensor for tensor in (weight, x) if tensor.requires_grad]
-    if not wanted:
+    if not (wanted := [tensor for tensor in (weight, x) if tensor.requires_grad]):
         return None, None
     bare = object.__new__(cls)
     bare.__dict__.update(content, _parameters=copies)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ..ops.registry import python_form
 
+Policy = Callable[..., CheckpointPolicy]
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
 
@@ -61,7 +62,7 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return _kept(op in ATTENTION or op in SEEDS)
 
 
-def keeps_codes(policy: Callable[..., CheckpointPolicy]) -> bool:
+def keeps_codes(policy: Policy) -> bool:
     """Whether a policy keeps the codes that HOT's layers make of x in the forward pass."""
     decision = policy(SelectiveCheckpointContext(is_recompute=False), _hot.compress.default)
     return decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

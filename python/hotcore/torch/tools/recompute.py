@@ -5,22 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..layers.modules import HotModule, OwnForward, defer_in_blocks, hot_layers
-from .policies import keep_attention, keeps_codes
-
-Policy = Callable[..., CheckpointPolicy]
+from .policies import Policy, keep_attention, keeps_codes
 
 
 class Recomputed:
@@ -127,9 +121,7 @@ class _Checkpointed(OwnForward):
 
     origin = "hot.recompute was called before; handle.remove(), then this call, then recompute"
 
-    def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], options: Any, defer: bool
-    ) -> None:
+    def __init__(self, block: nn.Module, forward: Any, options: Any, defer: bool) -> None:
         self.block, self.forward, self.options, self.defer = block, forward, options, defer
         try:
             self.names = tuple(inspect.signature(forward).parameters)
