@@ -72,6 +72,7 @@ def contenders(model: str) -> list[Contender]:
     else:
         names += [f"bf16, {wire}" for wire in ("INT8 gradients", *HOOKS)]
         names += [f"{hot8}, {hook}" for hook in HOOKS]
+        names += [f"{name} reduce-overhead" for name in ("bf16", hot8, "FP8 tensorwise")]
     names += ["FP8 tensorwise", "fast int8-forward", "FP8 rowwise"]
     names += [f"{hot8}, 8-bit head"] * sharded
     base: dict[str, Any] = {"compiled": "default", "slower": False, "autocast": not sharded}

@@ -28,8 +28,8 @@ GPT = (
     "--validation-batches 50 --points 30 --epochs 8 --devices 0"
 )
 IMAGES = (
-    "benchmarks/bench_training.py --table supplement --device cuda --tf32 --batch 128 "
-    f"--seeds 0,1,2 --devices 0 --jobs 8 --images {CIFAR}"
+    "benchmarks/bench_training.py --table supplement --device cuda --tf32 "
+    f"--seeds 0,1,2 --devices 0 --jobs 16 --images {CIFAR}"
 )
 SEVERAL = "-m benchmarks.evidence.several --device cuda --gpus"
 SHARES = {
@@ -40,9 +40,11 @@ SHARES = {
     },
     **{
         f"images-{model}": {
-            f"{IMAGES} --tasks images-{model} --epochs {epochs}": f"cifar10-{model}"
+            f"{IMAGES} --tasks images-{model} --batch {batch} --epochs {epochs}": f"cifar10-{model}"
         }
-        for model, epochs in (("resnet18", 20), ("vit-s", 30), ("efficientformer", 10))
+        for model, batch, epochs in (
+            ("resnet18", 256, 15), ("vit-s", 128, 30), ("efficientformer", 128, 10)
+        )
     },
     "several-8b": {f"{SEVERAL} 4 --model llama_8b": "several"},
     "several-vit": {
