@@ -58,7 +58,7 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
       if (p.basis == Basis::sketch) {
         value = i == 0 || p.folds == 0 ? v[i] : v[i] * p.sketch_weight;
       } else {
-        value = v[p.rank == p.block ? i : p.kept_rows[i]];
+        value = v[p.rank == p.block ? i : p.rows[static_cast<std::size_t>(i)]];
       }
       emit(k++, value);
     }

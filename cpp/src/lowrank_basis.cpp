@@ -87,7 +87,7 @@ std::vector<int> basis_order(Basis basis, int block) {
 }
 
 std::int64_t hla_rows(std::int64_t tokens, const LowRank& spec) {
-  return detail::make_projection(tokens, spec).k;
+  return detail::make_projection(tokens, spec, Side::activation).k;
 }
 
 namespace detail {
@@ -167,7 +167,7 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
 
 }  // namespace
 
-Projection make_projection(std::int64_t tokens, const LowRank& spec) {
+Projection make_projection(std::int64_t tokens, const LowRank& spec, Side side) {
   if (tokens < 0 || tokens > max_size) refuse("tokens is ", tokens, "; expected 0 to 2^48");
   check_low_rank(spec);
   Projection p;
@@ -182,16 +182,15 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec) {
   p.rank = spec.rows.empty() ? spec.rank : static_cast<int>(spec.rows.size());
   if (spec.basis == Basis::sketch) {
     p.folds = log2_of(spec.block) - log2_of(spec.rank);
-    p.sketch_weight = p.folds == 0
-                          ? 1.0F
-                          : static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
+    if (side == Side::gradient) {
+      p.sketch_weight = static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
+    }
   } else {
     p.rows = kept_rows(spec);
   }
   if (spec.layout.grid_h > 0) {
     p.order = token_order(tokens, spec);
-    p.prefix_factor_x = static_cast<float>(p.order.tile_h);
-    p.prefix_factor_g = static_cast<float>(p.order.tile_w);
+    p.prefix_factor = static_cast<float>(side == Side::gradient ? p.order.tile_w : p.order.tile_h);
     p.body_tokens = tokens - p.order.prefix_rows();
   }
   p.blocks = ceil_div(p.body_tokens, p.block);

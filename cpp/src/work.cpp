@@ -107,8 +107,8 @@ const Operand* Operands::find(Source source, Along along, From from) const {
 
 // ---- transforms and saved x --------------------------------------------------------------------
 
-Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
-  Projection p = make_projection(tokens, spec.low_rank);
+Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec, Side side) {
+  Projection p = make_projection(tokens, spec.low_rank, side);
   p.equalized = spec.equalize_tokens;
   return p;
 }
@@ -198,17 +198,16 @@ Work operands_of(const BackwardCall& call) {
     add_zeros(work, 0, Result::gx, call.gx);
   }
   if (has_elements(call.gw) && L > 0) {
-    const Projection tokens = token_projection(L, spec);
     MatrixIn gradient = call.gy;
     gradient.exponents = call.saved.exponents;
-    Operand& gy =
-        operands.add(Source::gy, Along::column, tokens, gradient_columns_quant(spec), gradient);
+    Operand& gy = operands.add(Source::gy, Along::column, token_projection(L, spec, Side::gradient),
+                               gradient_columns_quant(spec), gradient);
     gy.scratch = true;
     gy.sketch_key = call.sketch_key;
     gy.sum = call.gb.rows > 0;
     gy.accumulate = call.accumulate;
-    Operand& x = operands.add(Source::x, Along::column, tokens, activation_quant(spec),
-                              shape_in(DType::f32, L, I));
+    Operand& x = operands.add(Source::x, Along::column, token_projection(L, spec),
+                              activation_quant(spec), shape_in(DType::f32, L, I));
     if (const auto* groups = std::get_if<Groups>(&call.saved.codes)) {
       x.from = From::groups;
       x.groups = *groups;

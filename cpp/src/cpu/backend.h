@@ -16,7 +16,7 @@ class CpuBackend final : public Backend {
   // hadamard.cpp
   void fwht(const Context&, const FwhtArgs&) const override;
   // lowrank.cpp
-  void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
+  void hla(const Context&, const MatrixIn& x, const Projection&, const Key& sketch_key,
            const MatrixOut& out) const override;
   // quantize.cpp
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
