@@ -30,13 +30,10 @@ namespace {
 using namespace grouped;
 using columns::ColumnTransform;
 using columns::Pass;
-using Range = plan::GroupedRange;
 
 // Range that quantises the columns of an operand.
-struct ColumnsRange {
+struct ColumnsRange : plan::GroupedColumns {
   columns::Args args;
-  Range range;
-  Pass pass;
 };
 
 struct GroupedArgs {
@@ -44,7 +41,7 @@ struct GroupedArgs {
   RowsArgs rows;
   RequantizeArgs groups;
   int row_lanes_log2;
-  Range rows_range;
+  plan::GroupedRange rows_range;
   std::uint32_t* counter;  // of tiles, to be zeroed, or null
 };
 
@@ -158,12 +155,10 @@ void launch_grouped(const Context& context, const plan::Step& step, const Work& 
   GroupedArgs args{};
   const auto columns = [&](const Operand* job, const plan::GroupedColumns& part,
                            ColumnTransform transform) {
-    ColumnsRange operand{};
+    ColumnsRange operand{part, {}};
     if (job != nullptr) operand.args = columns::make_args(context, work, *job, transform, true);
     operand.args.ctas = part.ctas;
     operand.args.cluster = part.cluster;
-    operand.range = part.range;
-    operand.pass = part.pass;
     return operand;
   };
   args.weight =
