@@ -4,11 +4,15 @@
 #include <cstdint>
 
 #include "cuda/device/matrix_io.cuh"
-#include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
 #include "kernels.h"
 
 namespace hot::detail {
+
+// Projection as a kernel argument.
+struct DeviceProjection : Projection {
+  DeviceKey sketch;
+};
 
 // This thread's column of shared memory.
 struct SharedColumn {

@@ -15,7 +15,6 @@ namespace hot::detail {
 namespace {
 
 using columns::k16;
-using columns::Pass;
 
 struct ColumnArgs {
   MatrixIn x;

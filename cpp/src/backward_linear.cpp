@@ -5,7 +5,6 @@
 #include "checks.h"
 #include "config_fields.h"
 #include "fingerprint.h"
-#include "hot/error.h"
 #include "kernels.h"
 #include "work.h"
 

@@ -75,7 +75,7 @@ inline constexpr Choice<Granularity> gw_scales[] = {{Granularity::channel, "chan
                                                     {Granularity::token, "token", 2}};
 
 template <class E>
-const char* name_of(Choices<E> choices, E value) noexcept {
+const char* name_of(Choices<std::decay_t<E>> choices, E value) noexcept {
   for (const Choice<E>& one : choices) {
     if (one.value == value) return one.name;
   }

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdio>
 #include <functional>
+#include <map>
 
 #include "checks.h"
 #include "cuda_device.h"
@@ -78,18 +79,9 @@ SavedX saved_shape(const LinearShape& shape, const BackwardLinearSpec& spec) {
   return saved_x(nullptr, saved_layout(shape.tokens, shape.in_features, spec), shape.tokens, spec);
 }
 
-class ByBuffer {
- public:
-  std::int64_t& operator[](Buffer buffer) { return values_[static_cast<std::size_t>(buffer)]; }
-  std::int64_t operator[](Buffer buffer) const { return values_[static_cast<std::size_t>(buffer)]; }
-
- private:
-  std::array<std::int64_t, buffer_count> values_{};
-};
-
 // Bytes of each buffer of a call, and operations of the product that writes it.
 struct Amounts {
-  ByBuffer bytes, operations;
+  std::map<Buffer, std::int64_t> bytes, operations;
 };
 
 std::int64_t size_of(const MatrixIn& x) { return x.rows * x.cols * element_bytes(x.dtype); }
@@ -101,7 +93,7 @@ std::int64_t size_of(const Groups& groups) {
 
 Amounts amounts_of(const Work& work, const Plan& plan) {
   Amounts all;
-  ByBuffer& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
+  auto& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
   for (const Operand& operand : work.operands) {
     const OperandQuant& quant = operand.quant;
     if (operand.from == From::matrix) bytes[matrix_buffer(operand.source)] = size_of(operand.x);
@@ -137,8 +129,7 @@ Amounts amounts_of(const Work& work, const Plan& plan) {
 
 // Number of passes of a row quantiser over its rows.
 int row_passes_of(const Step& step) {
-  const bool twice =
-      step.kernel == Kernel::rows && step.as<RowsStep>().pass == RowsPass::row_scales;
+  const bool twice = step.kernel == Kernel::rows && step.as<RowsStep>().pass == Pass::both;
   return twice ? 2 : 1;
 }
 
@@ -148,7 +139,7 @@ int gy_passes_of(const Step& step) {
   if (step.kernel == Kernel::rows) return row_passes_of(step);
   if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
     const auto& small = step.as<GroupedStep>();
-    return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.range.blocks > 0 ? 1 : 0);
+    return (small.rows.range.blocks > 0 ? 1 : 0) + (small.gradient.range.blocks > 0 ? 1 : 0);
   }
   return 1;
 }
@@ -227,7 +218,7 @@ struct Target {
   const NamedDevice* named;
 };
 
-void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& amounts,
+void add_steps(Explanation& all, const char* call, const Plan& plan, Amounts amounts,
                const NamedDevice* named) {
   for (const Step& step : plan) {
     ExplainedStep e;

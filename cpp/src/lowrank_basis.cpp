@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "checks.h"
-#include "hot/error.h"
 #include "hot/lowrank.h"
 #include "kernels.h"
 
@@ -15,13 +14,8 @@ namespace {
 constexpr int max_sketch_folds = 4;  // one Philox call yields the random numbers of four folds
 
 using detail::is_power_of_two;
+using detail::log2_ceil;
 using detail::max_low_rank_block;
-
-int log2_of(int power) {
-  int log = 0;
-  while ((1 << log) < power) ++log;
-  return log;
-}
 
 // Sign changes in row k of the Sylvester matrix of order 2^bits: Gray decoding of the reversed k.
 int sequency_of(int k, int bits) {
@@ -73,7 +67,7 @@ const std::vector<int>& known_order(Basis basis, int block) {
     return orders;
   };
   static const Orders lowpass = all(Basis::lowpass), sequency = all(Basis::sequency);
-  return (basis == Basis::lowpass ? lowpass : sequency)[static_cast<std::size_t>(log2_of(block))];
+  return (basis == Basis::lowpass ? lowpass : sequency)[static_cast<std::size_t>(log2_ceil(block))];
 }
 
 }  // namespace
@@ -116,7 +110,7 @@ void check_low_rank(const LowRank& spec) {
   }
   if (spec.basis == Basis::sketch &&
       (!is_power_of_two(spec.rank) || spec.rank < 2 ||
-       log2_of(spec.block) - log2_of(spec.rank) > max_sketch_folds)) {
+       log2_ceil(spec.block) - log2_ceil(spec.rank) > max_sketch_folds)) {
     refuse("rank is ", spec.rank,
            "; sketch expects a power of two from 2 to block, at least block / 16");
   }
@@ -155,7 +149,7 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
     refuse("x has ", tokens,
            " tokens; expected a multiple of prefix_tokens + h * w = ", per_sample);
   }
-  const int bits = log2_of(spec.block);
+  const int bits = log2_ceil(spec.block);
   order.samples = tokens / per_sample;
   order.grid_h = layout.grid_h;
   order.grid_w = layout.grid_w;
@@ -181,7 +175,7 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec, Side side) 
   p.block = p.divisor = spec.block;
   p.rank = spec.rows.empty() ? spec.rank : static_cast<int>(spec.rows.size());
   if (spec.basis == Basis::sketch) {
-    p.folds = log2_of(spec.block) - log2_of(spec.rank);
+    p.folds = log2_ceil(spec.block) - log2_ceil(spec.rank);
     if (side == Side::gradient) {
       p.sketch_weight = static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
     }

@@ -118,6 +118,11 @@ inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
 inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+inline int log2_ceil(std::int64_t value) {
+  int log = 0;
+  while ((std::int64_t{1} << log) < value) ++log;
+  return log;
+}
 
 inline std::int64_t element_bytes(DType dtype) {
   return static_cast<std::int64_t>(dtype_size(dtype));

@@ -43,9 +43,6 @@ class CpuBackend final : public Backend {
   // run.cpp
   std::size_t workspace(const Context&, Work&) const override;
   void run(const Context&, Work&, const Checker&, const Workspace&) const override;
-
- private:
-  std::size_t take_memory(const Context&, Work&, void* memory) const;
 };
 
 // Stages of compress_activation. quantize.cpp
@@ -93,7 +90,8 @@ class QuantizeRows {
   void find_columns(std::uint32_t* amax) { columns_ = amax; }
   static constexpr std::int64_t most_found = 4096;
 
-  void add_largest(Phase&) const;  // only for a single scale
+  bool one_scale() const { return job_.quant.per_tensor; }  // the codes need `largest` first
+  void add_largest(Phase& phase) const { phase.add<&QuantizeRows::largest>(tasks_.count(), *this); }
   void add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_.count(), *this); }
   void finish() const;
 
