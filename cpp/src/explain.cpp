@@ -30,19 +30,17 @@ struct NamedDevice {
   const char* gpu;
   int sm_count;
   std::int64_t shared_bytes;  // maximum per thread block
-  int sm_shared_bytes;        // per SM
-  int sm_threads;
   double operations, bandwidth;
   const char* rates;
 };
 
 constexpr NamedDevice named_devices[] = {
-    {80, "A100 80 GB", 108, 166912, 167936, 2048, 624e12, 2.04e12, "published"},
-    {86, "RTX 3090", 82, 101376, 102400, 1536, 284e12, 0.936e12, "published"},
-    {89, "RTX 4090", 128, 101376, 102400, 1536, 661e12, 1.008e12, "published"},
-    {90, "H200", 132, 232448, 233472, 2048, 1450e12, 4.3e12, "measured (docs/dev/kernels.md)"},
-    {100, "B200", 148, 232448, 233472, 2048, 4500e12, 8e12, "published"},
-    {120, "RTX 5090", 170, 101376, 102400, 1536, 838e12, 1.79e12, "published"},
+    {80, "A100 80 GB", 108, 166912, 624e12, 2.04e12, "published"},
+    {86, "RTX 3090", 82, 101376, 284e12, 0.936e12, "published"},
+    {89, "RTX 4090", 128, 101376, 661e12, 1.008e12, "published"},
+    {90, "H200", 132, 232448, 1450e12, 4.3e12, "measured (docs/dev/kernels.md)"},
+    {100, "B200", 148, 232448, 4500e12, 8e12, "published"},
+    {120, "RTX 5090", 170, 101376, 838e12, 1.79e12, "published"},
 };
 
 std::string name_of(int arch) { return "sm_" + std::to_string(arch); }

@@ -10,14 +10,21 @@
 #include <variant>
 
 #include "plan/gemm_sm80_plan.h"
-#include "plan/gemm_sm90_plan.h"
 #include "plan/kernels.def"
-#include "plan/launch_shape.h"
 #include "work.h"
 
 namespace hot::detail {
 
 // ---- shapes of kernels, shared by device code and plans ----------------------------------------
+
+// Shape of a kernel launch.
+struct LaunchShape {
+  std::int64_t blocks = 0;
+  int threads = 0;
+  std::size_t shared_bytes = 0;
+  int cluster = 1;  // CTAs per cluster; above 1 only from sm_90 on
+  int rows = 1;     // blockDim.y
+};
 
 // Passes of a quantiser over its source: both at once, or the largest values, then the codes.
 enum class Pass { both, amax, codes };
@@ -184,6 +191,17 @@ constexpr int sum_row_bytes = tile_n * static_cast<int>(sizeof(int));
 constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 
 }  // namespace small_gemm
+
+// Kernel of a wgmma product (cuda/gemm_int8_sm90.h) and the order of its tiles: along M or N, in
+// stripes of `swizzle` tiles. `splits` is stream-K's number of shares of the contraction (1:
+// CUTLASS decides).
+enum class Sm90Kernel : std::uint8_t { tile_128x128, tile_128x192, tile_128x256, stream_k };
+struct Sm90Plan {
+  Sm90Kernel kernel;
+  int sm_count;
+  bool along_m;
+  int swizzle, splits;
+};
 
 // Division of the work of gemm_small_kernel.
 struct SmallPlan {
