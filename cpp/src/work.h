@@ -127,8 +127,7 @@ struct SavedX {
 };
 SavedX saved_x(const void* data, const SavedLayout&, std::int64_t tokens,
                const BackwardLinearSpec&);
-SavedLayout layout_of(const Projection& tokens, std::int64_t in_features,
-                      const BackwardLinearSpec&);
+SavedLayout layout_of(std::int64_t tokens, std::int64_t in_features, const BackwardLinearSpec&);
 
 // Checked arguments of backward_linear. A gradient without elements is not computed.
 struct BackwardCall {
