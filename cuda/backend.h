@@ -11,7 +11,7 @@ class CudaBackend final : public Backend {
   // hadamard.cu
   void fwht(const Context&, const FwhtArgs&) const override;
   // lowrank.cu
-  void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
+  void hla(const Context&, const MatrixIn& x, const Projection&, const Key& sketch_key,
            const MatrixOut& out) const override;
   // quantize.cu
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,

@@ -47,7 +47,7 @@ const Sm90Instance& sm90_instance(Sm90Kernel kernel, DType out, Sm90Output outpu
 }
 
 void launch_broadcast_scale(const Context& context, const plan::Step& step, const Work& work) {
-  const auto& part = step.as<plan::BroadcastScaleStep>();
+  const auto& part = step.as<plan::OperandStep>();
   const WorkProduct& product = work.products[part.product];
   const GemmArgs& args = product.args;
   const BroadcastScales vectors(product);

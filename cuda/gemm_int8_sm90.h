@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "kernels.h"
-#include "plan/gemm_sm90_plan.h"
+#include "plan/plan.h"
 
 namespace hot::detail {
 

@@ -380,7 +380,7 @@ void launch_small_gemms(const Context& context, const plan::Step& step, const Wo
     product.gemm = gemm;
     product.tiles_n = static_cast<unsigned>(ceil_div(gemm.n, tile_n));
     product.share = part.plan.share[p];
-    while (1 << product.share_log2 < product.share) ++product.share_log2;
+    product.share_log2 = log2_ceil(product.share);
     const plan::OutFacts out = plan::out_facts(gemm.out);
     product.vectors = out.dense_rows && out.rows_aligned;
   }

@@ -552,12 +552,6 @@ __global__ void __launch_bounds__(tile_threads) fwht_tile(const Job job, const T
   }
 }
 
-int log2_ceil(std::int64_t value) {
-  int log = 0;
-  while ((std::int64_t{1} << log) < value) ++log;
-  return log;
-}
-
 void launch_tile(const Context& context, int log_n, const Job& job) {
   const bool halves = log_n > tile_log_limit;
   TileShape shape{};

@@ -5,13 +5,12 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <string>
 
 #include "hot/context.h"
 #include "hot/error.h"
 #include "kernels.h"
-#include "plan/launch_shape.h"
+#include "plan/plan.h"
 
 namespace hot::detail {
 

@@ -26,13 +26,13 @@ __global__ void hla_kernel(MatrixIn x, DeviceProjection p, std::int64_t run, Mat
 
 }  // namespace
 
-void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projection& p, Side side,
+void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projection& p,
                       const Key& sketch_key, const MatrixOut& out) const {
   if (p.k == 0 || x.cols == 0) return;
   const DeviceGuard guard(context.device().index, "hla");
   const plan::GenericGrid grid = plan::generic_grid(p, x.cols, 0);
   launch("hla", context, hla_kernel, {grid.blocks, grid.threads, grid.shared_bytes}, x,
-         device_projection(p, side, sketch_key), grid.run, out);
+         DeviceProjection{p, device_key(sketch_key, Purpose::sketch)}, grid.run, out);
 }
 
 }  // namespace hot::detail

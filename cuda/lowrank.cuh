@@ -4,11 +4,15 @@
 #include <cstdint>
 
 #include "cuda/device/matrix_io.cuh"
-#include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
 #include "kernels.h"
 
 namespace hot::detail {
+
+// Projection as a kernel argument.
+struct DeviceProjection : Projection {
+  DeviceKey sketch;
+};
 
 // This thread's column of shared memory.
 struct SharedColumn {
@@ -58,7 +62,7 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
       if (p.basis == Basis::sketch) {
         value = i == 0 || p.folds == 0 ? v[i] : v[i] * p.sketch_weight;
       } else {
-        value = v[p.rank == p.block ? i : p.kept_rows[i]];
+        value = v[p.rank == p.block ? i : p.rows[static_cast<std::size_t>(i)]];
       }
       emit(k++, value);
     }

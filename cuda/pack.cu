@@ -45,7 +45,7 @@ void CudaBackend::unpack_int4(const Context& context, const MatrixIn& packed,
 
 void launch_unpack(const Context& context, const plan::Step& step, const Work& work) {
   const WorkProduct& product = work.products[0];
-  const int operand = step.as<plan::UnpackStep>().of_b ? 1 : 0;
+  const int operand = step.as<plan::OperandStep>().of_b ? 1 : 0;
   launch("gemm_int4", context, unpack_kernel, step.shape, product.packed[operand],
          product.unpacked[operand]);
 }

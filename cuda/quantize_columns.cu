@@ -47,7 +47,7 @@ Args make_args(const Context& context, const Work& work, const Operand& job,
   args.fold = p.basis == Basis::sketch              ? drawn_fold
               : p.rows.size() > 1 && p.rows[1] == 2 ? sequency_fold
                                                     : 0;
-  args.sketch_weight = job.side() == Side::gradient ? p.sketch_weight : 1.0F;
+  args.sketch_weight = p.sketch_weight;
   args.sketch = device_key(job.sketch_key, Purpose::sketch);
   args.key = device_key(context.key(), job.quant.purpose);
   args.out = job.out;

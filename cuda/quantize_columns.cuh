@@ -11,7 +11,6 @@
 #include "cuda/device/butterfly.cuh"
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/matrix_io.cuh"
-#include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
 #include "kernels.h"
 #include "plan/plan.h"

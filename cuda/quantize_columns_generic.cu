@@ -15,7 +15,6 @@ namespace hot::detail {
 namespace {
 
 using columns::k16;
-using columns::Pass;
 
 struct ColumnArgs {
   MatrixIn x;
@@ -90,7 +89,7 @@ void launch_generic_columns(const Context& context, const plan::Step& step, cons
   const Operand& job = work.operands.at(part.of, Along::column);
   const bool amax = step.kernel == plan::Kernel::generic_amax;
   const ColumnArgs args{job.x,
-                        device_projection(job.transform, job.side(), job.sketch_key),
+                        {job.transform, device_key(job.sketch_key, Purpose::sketch)},
                         job.out,
                         job.quant,
                         part.run,

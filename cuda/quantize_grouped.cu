@@ -29,14 +29,10 @@ namespace {
 
 using namespace grouped;
 using columns::ColumnTransform;
-using columns::Pass;
-using Range = plan::GroupedRange;
 
 // Range that quantises the columns of an operand.
-struct ColumnsRange {
+struct ColumnsRange : plan::GroupedOperand {
   columns::Args args;
-  Range range;
-  Pass pass;
 };
 
 struct GroupedArgs {
@@ -44,7 +40,7 @@ struct GroupedArgs {
   RowsArgs rows;
   RequantizeArgs groups;
   int row_lanes_log2;
-  Range rows_range;
+  plan::GroupedRange rows_range;
   std::uint32_t* counter;  // of tiles, to be zeroed, or null
 };
 
@@ -102,17 +98,17 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
                                            std::uint32_t* shared) {
   const int T = 1 << args.row_lanes_log2, thread = static_cast<int>(threadIdx.x);
   const RowsArgs& rows = args.rows;
-  if (rows.pass != RowsPass::codes) begin_kernel();  // codes: waits later, see columns_block
+  if (rows.pass != Pass::codes) begin_kernel();  // codes: waits later, see columns_block
   const std::int64_t row =
       std::int64_t{block} * (threads >> args.row_lanes_log2) + (thread >> args.row_lanes_log2);
   quantize_row16<gradient_block, row_blocks, Tag>(
       rows, row, thread & (T - 1), T, [&](std::uint32_t& amax) {
-        if (rows.pass == RowsPass::amax) {
+        if (rows.pass == Pass::amax) {
           amax = block_max(amax, shared);
           if (thread == 0) rows.amax[block] = amax;
           return false;
         }
-        if (rows.pass == RowsPass::codes) {
+        if (rows.pass == Pass::codes) {
           begin_kernel();
           amax = slots_max(rows.amax, static_cast<int>(args.rows_range.blocks));
         } else {
@@ -156,14 +152,12 @@ void launch_grouped(const Context& context, const plan::Step& step, const Work& 
   const auto& parts = step.as<plan::GroupedStep>();
   const Operands& all = work.operands;
   GroupedArgs args{};
-  const auto columns = [&](const Operand* job, const plan::GroupedColumns& part,
+  const auto columns = [&](const Operand* job, const plan::GroupedOperand& part,
                            ColumnTransform transform) {
-    ColumnsRange operand{};
+    ColumnsRange operand{part, {}};
     if (job != nullptr) operand.args = columns::make_args(context, work, *job, transform, true);
     operand.args.ctas = part.ctas;
     operand.args.cluster = part.cluster;
-    operand.range = part.range;
-    operand.pass = part.pass;
     return operand;
   };
   args.weight =
@@ -174,8 +168,8 @@ void launch_grouped(const Context& context, const plan::Step& step, const Work& 
     args.groups = requantize_args(context, *job);
   }
   args.row_lanes_log2 = parts.row_lanes_log2;
-  args.rows_range = parts.rows;
-  args.rows.pass = parts.rows_pass;
+  args.rows_range = parts.rows.range;
+  args.rows.pass = parts.rows.pass;
   args.counter = counter_to_zero(step, work);
   const auto run = [&](auto tag) {
     using Tag = decltype(tag);

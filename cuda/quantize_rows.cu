@@ -33,12 +33,12 @@ __global__ void __launch_bounds__(rows16_max_lanes)
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   quantize_row16<hadamard, B, Tag, powers>(args, row, lane, T, [&](std::uint32_t& amax) {
-    if (args.pass == RowsPass::amax) {
+    if (args.pass == Pass::amax) {
       amax = warp_max(amax);
       if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) atomic_max(args.amax, amax);
       return false;
     }
-    amax = args.pass == RowsPass::codes ? *args.amax : row_max(amax, T, lane, shared);
+    amax = args.pass == Pass::codes ? *args.amax : row_max(amax, T, lane, shared);
     return true;
   });
 }
@@ -54,12 +54,11 @@ __global__ void rows_kernel(RowsArgs args) {
   const DeviceOffset offset = warp_offset<rounding>(args.key);
   std::uint32_t amax = 0;
   DeviceScale s{};
-  const int passes = args.pass == RowsPass::row_scales ? 2 : 1;
+  const int passes = args.pass == Pass::both ? 2 : 1;
   for (int pass = 0; pass < passes; ++pass) {
-    const bool find =
-        args.pass == RowsPass::amax || (args.pass == RowsPass::row_scales && pass == 0);
+    const bool find = args.pass == Pass::amax || (args.pass == Pass::both && pass == 0);
     if (!find) {
-      if (args.pass == RowsPass::codes) amax = *args.amax;
+      if (args.pass == Pass::codes) amax = *args.amax;
       s = device_scale(amax, args.bits);
       if (t == 0 && row < args.scales) args.scale[row] = s.scale;
     }
@@ -83,7 +82,7 @@ __global__ void rows_kernel(RowsArgs args) {
     }
     if (find) amax = block_max(amax, shared);
   }
-  if (args.pass == RowsPass::amax && t == 0) atomic_max(args.amax, amax);
+  if (args.pass == Pass::amax && t == 0) atomic_max(args.amax, amax);
 }
 
 }  // namespace
@@ -122,7 +121,7 @@ RowsArgs rows_args(const Context& context, const Operand& job) {
           job.quant.bits,
           job.transform.block,
           device_key(context.key(), job.quant.purpose),
-          RowsPass::row_scales,
+          Pass::both,
           plan::rows_aligned(job.x) && job.x.cols % 16 == 0,
           job.powers,
           nullptr};

@@ -23,7 +23,7 @@ struct RowsArgs {
   int live_blocks;  // blocks of 16 in a row of x; zeros follow up to k_padded
   int bits, block;
   DeviceKey key;
-  RowsPass pass;
+  Pass pass;
   bool aligned;
   ColumnPowers powers;
   std::uint32_t* counter;  // of tiles, to be zeroed, or null

@@ -111,7 +111,7 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
   for (int i = 0; i < B; ++i) BF16::unpack(words[i], v[i]);
   const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
   quantize_row_values<hadamard>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
-    if (args.rows.pass == RowsPass::amax) {
+    if (args.rows.pass == Pass::amax) {
       largest = max(largest, amax);
       return false;
     }
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(threads, 1)
     all_columns = warp_max(all_columns);
     if (leader) atomic_max(args.columns.out.amax, all_columns);
   }
-  if (args.rows.pass == RowsPass::amax) {
+  if (args.rows.pass == Pass::amax) {
     rows_largest = warp_max(rows_largest);
     if (leader) atomic_max(args.rows.amax, rows_largest);
   }

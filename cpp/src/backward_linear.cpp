@@ -5,7 +5,6 @@
 #include "checks.h"
 #include "config_fields.h"
 #include "fingerprint.h"
-#include "hot/error.h"
 #include "kernels.h"
 #include "work.h"
 
@@ -72,7 +71,7 @@ SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                          const BackwardLinearSpec& spec) {
   check_shape("saved_layout", {tokens, 0, in_features});
   check_spec("saved_layout", spec);
-  return layout_of(token_projection(tokens, spec), in_features, spec);
+  return layout_of(tokens, in_features, spec);
 }
 
 std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
@@ -90,7 +89,7 @@ ConstSavedActivation detail::check_saved_x(const Checker& check, const Context& 
                                            const BackwardLinearSpec& spec,
                                            const SavedActivation& saved, Work& work) {
   check_spec(work.call, spec);
-  const SavedLayout layout = layout_of(token_projection(rows.rows, spec), rows.cols, spec);
+  const SavedLayout layout = layout_of(rows.rows, rows.cols, spec);
   const ConstTensorView memory =
       check.buffer("saved", saved.data, saved.bytes, layout.bytes, BufferSize::at_least);
   check.disjoint("saved", memory, "x", x);
@@ -126,8 +125,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   check_format(call, "saved", "compress_activation", saved.format, saved_format(spec));
   check_key(call, "saved.key", saved.key);
   check_sizes(call, {"saved.tokens", "saved.in_features"}, {saved.tokens, saved.in_features});
-  const SavedLayout layout =
-      layout_of(token_projection(saved.tokens, spec), saved.in_features, spec);
+  const SavedLayout layout = layout_of(saved.tokens, saved.in_features, spec);
   const ConstTensorView memory = check.buffer("saved", saved.data, saved.bytes, layout.bytes);
   if (first < 0 || first > saved.tokens) {
     invalid(call, "first is ", first, "; expected 0 to ", saved.tokens, " (saved.tokens)");

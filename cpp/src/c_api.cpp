@@ -135,12 +135,13 @@ static_assert(same(HOT_SIDE_ACTIVATION, Side::activation) &&
               same(HOT_SIDE_GRADIENT, Side::gradient));
 
 // True if the numbers of a field's choices equal the header's constants, in this order.
-template <class E, std::size_t n>
-constexpr bool same(const detail::Choice<E> (&choices)[n], const int (&constants)[n]) {
-  for (std::size_t i = 0; i < n; ++i) {
-    if (choices[i].number != constants[i]) return false;
+template <class E>
+constexpr bool same(detail::Choices<E> choices, std::initializer_list<int> constants) {
+  auto constant = constants.begin();
+  for (const auto& one : choices) {
+    if (constant == constants.end() || one.number != *constant++) return false;
   }
-  return true;
+  return constant == constants.end();
 }
 static_assert(same(detail::granularities, {HOT_SCALE_TENSOR, HOT_SCALE_TOKEN, HOT_SCALE_CHANNEL}) &&
               same(detail::gx_scales, {HOT_SCALE_TOKEN, HOT_SCALE_TENSOR}));

@@ -14,9 +14,6 @@ Error::Error(ErrorCode code, const std::string& message)
 namespace detail {
 namespace {
 
-using Names = std::initializer_list<const char*>;
-using Sizes = std::initializer_list<std::int64_t>;
-
 [[noreturn]] void invalid_sizes(const char* call, Names names, Sizes sizes, const char* expected) {
   std::string text;
   for (std::size_t i = 0; i < sizes.size(); ++i) {

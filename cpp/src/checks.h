@@ -52,12 +52,12 @@ template <class... Parts>
 
 // Refuses negative sizes, sizes above max_size, and products of two sizes above max_product.
 // `names` are the arguments' names, in order.
-void check_sizes(const char* call, std::initializer_list<const char*> names,
-                 std::initializer_list<std::int64_t> sizes);
+using Names = std::initializer_list<const char*>;
+using Sizes = std::initializer_list<std::int64_t>;
+void check_sizes(const char* call, Names names, Sizes sizes);
 void check_shape(const char* call, const LinearShape& shape);
 // check_sizes, and refuses a product of all sizes above max_operations.
-void check_counted_sizes(const char* call, std::initializer_list<const char*> names,
-                         std::initializer_list<std::int64_t> sizes);
+void check_counted_sizes(const char* call, Names names, Sizes sizes);
 // Refuse values outside the enumeration, which C++ allows by a cast.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);

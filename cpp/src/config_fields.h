@@ -9,6 +9,7 @@
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -35,44 +36,29 @@ struct Choice {
   int number;
 };
 
-// View of an array of choices; empty for a field without choices.
+// Choices of a field; empty for a field without choices.
 template <class E>
-struct Choices {
-  constexpr Choices() = default;
-  template <std::size_t n>
-  constexpr Choices(const Choice<E> (&all)[n]) : first(all), count(n) {}
-  constexpr const Choice<E>* begin() const { return first; }
-  constexpr const Choice<E>* end() const { return first + count; }
-  const Choice<E>* first = nullptr;
-  std::size_t count = 0;
-};
+using Choices = std::initializer_list<Choice<E>>;
 
-inline constexpr Choice<Granularity> granularities[] = {{Granularity::tensor, "tensor"},
-                                                        {Granularity::token, "token"},
-                                                        {Granularity::channel, "channel"}};
-inline constexpr Choice<Rounding> roundings[] = {
-    {Rounding::stochastic, "stochastic"},
-    {Rounding::nearest, "nearest"},
-    {Rounding::pseudo_stochastic, "pseudo_stochastic"}};
-inline constexpr Choice<Basis> bases[] = {{Basis::full, "full"},
-                                          {Basis::lowpass, "lowpass"},
-                                          {Basis::sequency, "sequency"},
-                                          {Basis::sketch, "sketch"}};
-inline constexpr Choice<Storage> storages[] = {{Storage::int8, "int8"}, {Storage::int4, "int4"}};
-
-// All enumerators of a type, for their names.
-template <class E>
-inline constexpr Choices<E> all_choices{};
-template <>
-inline constexpr Choices<Granularity> all_choices<Granularity>{granularities};
+inline constexpr Choices<Granularity> granularities = {{Granularity::tensor, "tensor"},
+                                                       {Granularity::token, "token"},
+                                                       {Granularity::channel, "channel"}};
+inline constexpr Choices<Rounding> roundings = {{Rounding::stochastic, "stochastic"},
+                                                {Rounding::nearest, "nearest"},
+                                                {Rounding::pseudo_stochastic, "pseudo_stochastic"}};
+inline constexpr Choices<Basis> bases = {{Basis::full, "full"},
+                                         {Basis::lowpass, "lowpass"},
+                                         {Basis::sequency, "sequency"},
+                                         {Basis::sketch, "sketch"}};
+inline constexpr Choices<Storage> storages = {{Storage::int8, "int8"}, {Storage::int4, "int4"}};
 
 // Choices that a field accepts, if it does not accept all.
-inline constexpr Choice<Granularity> gx_scales[] = {{Granularity::token, "token"},
-                                                    {Granularity::tensor, "tensor"}};
+inline constexpr Choices<Granularity> gx_scales = {{Granularity::token, "token"},
+                                                   {Granularity::tensor, "tensor"}};
 // gw_scale has its own numbers in the C ABI.
-inline constexpr Choice<Granularity> gw_scales[] = {{Granularity::channel, "channel", 1},
-                                                    {Granularity::tensor, "tensor", 0},
-                                                    {Granularity::token, "token", 2}};
+inline constexpr Choices<Granularity> gw_scales = {{Granularity::channel, "channel", 1},
+                                                   {Granularity::tensor, "tensor", 0},
+                                                   {Granularity::token, "token", 2}};
 
 template <class E>
 const char* name_of(Choices<E> choices, E value) noexcept {
@@ -189,7 +175,7 @@ struct ForwardSettings {
   ForwardLinearSpec spec{};
   bool in_eval = false;
 };
-inline constexpr Choice<Forward> forwards[] = {{Forward::plain, "plain"}, {Forward::int8, "int8"}};
+inline constexpr Choices<Forward> forwards = {{Forward::plain, "plain"}, {Forward::int8, "int8"}};
 
 template <class Visit>
 void for_each_field(FieldsOf<ForwardSettings>, Visit&& visit) {
@@ -215,8 +201,9 @@ void check_choices(const char* call, const Spec& spec) {
       for (const auto& one : f.choices) {
         if (one.value == value) return;
       }
-      invalid(call, f.name, " is ", name_of(all_choices<T>, value), "; expected ",
-              names_of(f.choices, ""));
+      Choices<T> all = f.choices;  // only scales accept some of the enumerators
+      if constexpr (std::is_same_v<T, Granularity>) all = granularities;
+      invalid(call, f.name, " is ", name_of(all, value), "; expected ", names_of(f.choices, ""));
     }
   });
 }

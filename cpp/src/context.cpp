@@ -14,7 +14,6 @@
 #include "cpu/thread_pool.h"
 #include "cuda_device.h"
 #include "hot/device.h"
-#include "hot/error.h"
 #include "kernels.h"
 
 namespace hot {

@@ -52,19 +52,13 @@ std::vector<Arch> parse_archs(const std::string& text) {
   return archs;
 }
 
-// Machine code runs on its own GPU and on later GPUs of the same major number.
-bool runs_code(const Arch& arch, int code) {
-  if (!arch.machine_code) return false;
+// Machine code runs on its own GPU and on later GPUs of the same major number. The driver compiles
+// PTX for every later GPU, unless the PTX is for one GPU or one family.
+bool runs(const Arch& arch, int code, bool ptx) {
+  if (!(ptx ? arch.ptx : arch.machine_code)) return false;
   if (arch.family == 'a') return arch.code == code;
-  return arch.code / 10 == code / 10 && arch.code <= code;
-}
-
-// The driver compiles PTX for every later GPU, unless the PTX is for one GPU or one family.
-bool runs_ptx(const Arch& arch, int code) {
-  if (!arch.ptx) return false;
-  if (arch.family == 'a') return arch.code == code;
-  if (arch.family == 'f') return arch.code / 10 == code / 10 && arch.code <= code;
-  return arch.code <= code;
+  const bool every_later = ptx && arch.family != 'f';
+  return arch.code <= code && (every_later || arch.code / 10 == code / 10);
 }
 
 std::string name_of(const Arch& arch) {
@@ -73,12 +67,12 @@ std::string name_of(const Arch& arch) {
   return name;
 }
 
-const Arch* best(const std::vector<Arch>& archs, int code, bool (*runs)(const Arch&, int)) {
+const Arch* best(const std::vector<Arch>& archs, int code, bool ptx) {
   const Arch* chosen = nullptr;
   for (const Arch& arch : archs) {
     // Prefers an architecture with a letter: 90a has more instructions than 90.
     const auto rank = [](const Arch& a) { return 2 * a.code + (a.family == ' ' ? 0 : 1); };
-    if (runs(arch, code) && (chosen == nullptr || rank(arch) > rank(*chosen))) chosen = &arch;
+    if (runs(arch, code, ptx) && (chosen == nullptr || rank(arch) > rank(*chosen))) chosen = &arch;
   }
   return chosen;
 }
@@ -102,8 +96,8 @@ DeviceVerdict judge_device(int major, int minor, const std::string& architecture
                   code == 90 ? "a" : "", "-real");
   if (archs.empty()) return {Level::none, gpu + ": this build has no kernels" + again};
 
-  const Arch* const machine_code = best(archs, code, runs_code);
-  const Arch* const ptx = best(archs, code, runs_ptx);
+  const Arch* const machine_code = best(archs, code, false);
+  const Arch* const ptx = best(archs, code, true);
   if (machine_code == nullptr && ptx == nullptr) {
     return {Level::none,
             gpu + ": this build of hotcore has kernels for " + architectures + " alone" + again};

@@ -81,10 +81,10 @@ void hla(const Context& context, const ConstTensorView& x, const LowRank& spec, 
   const Checker check("hla", context);
   check.input("x", x, float_dtypes, 2, 2);
   check.output("out", out, float_dtypes, 2, 2);
-  const Projection p = make_projection(x.shape[0], spec);
+  const Projection p = make_projection(x.shape[0], spec, side);
   check.shape("out", out, {p.k, x.shape[1]});
   check.disjoint("out", out, "x", x);
-  backend_of(context).hla(context, matrix_of(x), p, side, context.key(), matrix_out_of(out));
+  backend_of(context).hla(context, matrix_of(x), p, context.key(), matrix_out_of(out));
 }
 
 void quantize(const Context& context, const ConstTensorView& x, const QuantSpec& spec,

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdio>
 #include <functional>
+#include <map>
 
 #include "checks.h"
 #include "cuda_device.h"
@@ -29,19 +30,17 @@ struct NamedDevice {
   const char* gpu;
   int sm_count;
   std::int64_t shared_bytes;  // maximum per thread block
-  int sm_shared_bytes;        // per SM
-  int sm_threads;
   double operations, bandwidth;
   const char* rates;
 };
 
 constexpr NamedDevice named_devices[] = {
-    {80, "A100 80 GB", 108, 166912, 167936, 2048, 624e12, 2.04e12, "published"},
-    {86, "RTX 3090", 82, 101376, 102400, 1536, 284e12, 0.936e12, "published"},
-    {89, "RTX 4090", 128, 101376, 102400, 1536, 661e12, 1.008e12, "published"},
-    {90, "H200", 132, 232448, 233472, 2048, 1450e12, 4.3e12, "measured (docs/dev/kernels.md)"},
-    {100, "B200", 148, 232448, 233472, 2048, 4500e12, 8e12, "published"},
-    {120, "RTX 5090", 170, 101376, 102400, 1536, 838e12, 1.79e12, "published"},
+    {80, "A100 80 GB", 108, 166912, 624e12, 2.04e12, "published"},
+    {86, "RTX 3090", 82, 101376, 284e12, 0.936e12, "published"},
+    {89, "RTX 4090", 128, 101376, 661e12, 1.008e12, "published"},
+    {90, "H200", 132, 232448, 1450e12, 4.3e12, "measured (docs/dev/kernels.md)"},
+    {100, "B200", 148, 232448, 4500e12, 8e12, "published"},
+    {120, "RTX 5090", 170, 101376, 838e12, 1.79e12, "published"},
 };
 
 std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
@@ -78,18 +77,9 @@ SavedX saved_shape(const LinearShape& shape, const BackwardLinearSpec& spec) {
   return saved_x(nullptr, saved_layout(shape.tokens, shape.in_features, spec), shape.tokens, spec);
 }
 
-class ByBuffer {
- public:
-  std::int64_t& operator[](Buffer buffer) { return values_[static_cast<std::size_t>(buffer)]; }
-  std::int64_t operator[](Buffer buffer) const { return values_[static_cast<std::size_t>(buffer)]; }
-
- private:
-  std::array<std::int64_t, buffer_count> values_{};
-};
-
 // Bytes of each buffer of a call, and operations of the product that writes it.
 struct Amounts {
-  ByBuffer bytes, operations;
+  std::map<Buffer, std::int64_t> bytes, operations;
 };
 
 std::int64_t size_of(const MatrixIn& x) { return x.rows * x.cols * element_bytes(x.dtype); }
@@ -101,7 +91,7 @@ std::int64_t size_of(const Groups& groups) {
 
 Amounts amounts_of(const Work& work, const Plan& plan) {
   Amounts all;
-  ByBuffer& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
+  auto& bytes = all.bytes;  // stream-K's partial sums stay in the L2 cache: not counted
   for (const Operand& operand : work.operands) {
     const OperandQuant& quant = operand.quant;
     if (operand.from == From::matrix) bytes[matrix_buffer(operand.source)] = size_of(operand.x);
@@ -137,8 +127,7 @@ Amounts amounts_of(const Work& work, const Plan& plan) {
 
 // Number of passes of a row quantiser over its rows.
 int row_passes_of(const Step& step) {
-  const bool twice =
-      step.kernel == Kernel::rows && step.as<RowsStep>().pass == RowsPass::row_scales;
+  const bool twice = step.kernel == Kernel::rows && step.as<RowsStep>().pass == Pass::both;
   return twice ? 2 : 1;
 }
 
@@ -148,7 +137,7 @@ int gy_passes_of(const Step& step) {
   if (step.kernel == Kernel::rows) return row_passes_of(step);
   if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
     const auto& small = step.as<GroupedStep>();
-    return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.range.blocks > 0 ? 1 : 0);
+    return (small.rows.range.blocks > 0 ? 1 : 0) + (small.gradient.range.blocks > 0 ? 1 : 0);
   }
   return 1;
 }
@@ -227,7 +216,7 @@ struct Target {
   const NamedDevice* named;
 };
 
-void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& amounts,
+void add_steps(Explanation& all, const char* call, const Plan& plan, Amounts amounts,
                const NamedDevice* named) {
   for (const Step& step : plan) {
     ExplainedStep e;

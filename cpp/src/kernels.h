@@ -22,7 +22,7 @@ void check_key(const char* call, const char* name, const Key& key);
 
 // Both throw for an invalid spec. make_projection also throws if the spec does not fit the tokens.
 void check_low_rank(const LowRank& spec);
-Projection make_projection(std::int64_t tokens, const LowRank& spec);
+Projection make_projection(std::int64_t tokens, const LowRank& spec, Side side);
 
 // Quantises w [O, I] to INT4 after a transform along I.
 struct Int4WeightJob {
@@ -110,8 +110,8 @@ class Backend {
   virtual ~Backend() = default;
 
   virtual void fwht(const Context&, const FwhtArgs&) const = 0;
-  virtual void hla(const Context&, const MatrixIn& x, const Projection&, Side,
-                   const Key& sketch_key, const MatrixOut& out) const = 0;
+  virtual void hla(const Context&, const MatrixIn& x, const Projection&, const Key& sketch_key,
+                   const MatrixOut& out) const = 0;
   virtual void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
                         float* scale) const = 0;
   virtual void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "checks.h"
-#include "hot/error.h"
 #include "hot/lowrank.h"
 #include "kernels.h"
 
@@ -15,13 +14,8 @@ namespace {
 constexpr int max_sketch_folds = 4;  // one Philox call yields the random numbers of four folds
 
 using detail::is_power_of_two;
+using detail::log2_ceil;
 using detail::max_low_rank_block;
-
-int log2_of(int power) {
-  int log = 0;
-  while ((1 << log) < power) ++log;
-  return log;
-}
 
 // Sign changes in row k of the Sylvester matrix of order 2^bits: Gray decoding of the reversed k.
 int sequency_of(int k, int bits) {
@@ -73,7 +67,7 @@ const std::vector<int>& known_order(Basis basis, int block) {
     return orders;
   };
   static const Orders lowpass = all(Basis::lowpass), sequency = all(Basis::sequency);
-  return (basis == Basis::lowpass ? lowpass : sequency)[static_cast<std::size_t>(log2_of(block))];
+  return (basis == Basis::lowpass ? lowpass : sequency)[static_cast<std::size_t>(log2_ceil(block))];
 }
 
 }  // namespace
@@ -87,7 +81,7 @@ std::vector<int> basis_order(Basis basis, int block) {
 }
 
 std::int64_t hla_rows(std::int64_t tokens, const LowRank& spec) {
-  return detail::make_projection(tokens, spec).k;
+  return detail::make_projection(tokens, spec, Side::activation).k;
 }
 
 namespace detail {
@@ -116,7 +110,7 @@ void check_low_rank(const LowRank& spec) {
   }
   if (spec.basis == Basis::sketch &&
       (!is_power_of_two(spec.rank) || spec.rank < 2 ||
-       log2_of(spec.block) - log2_of(spec.rank) > max_sketch_folds)) {
+       log2_ceil(spec.block) - log2_ceil(spec.rank) > max_sketch_folds)) {
     refuse("rank is ", spec.rank,
            "; sketch expects a power of two from 2 to block, at least block / 16");
   }
@@ -155,7 +149,7 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
     refuse("x has ", tokens,
            " tokens; expected a multiple of prefix_tokens + h * w = ", per_sample);
   }
-  const int bits = log2_of(spec.block);
+  const int bits = log2_ceil(spec.block);
   order.samples = tokens / per_sample;
   order.grid_h = layout.grid_h;
   order.grid_w = layout.grid_w;
@@ -167,7 +161,7 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
 
 }  // namespace
 
-Projection make_projection(std::int64_t tokens, const LowRank& spec) {
+Projection make_projection(std::int64_t tokens, const LowRank& spec, Side side) {
   if (tokens < 0 || tokens > max_size) refuse("tokens is ", tokens, "; expected 0 to 2^48");
   check_low_rank(spec);
   Projection p;
@@ -181,17 +175,16 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec) {
   p.block = p.divisor = spec.block;
   p.rank = spec.rows.empty() ? spec.rank : static_cast<int>(spec.rows.size());
   if (spec.basis == Basis::sketch) {
-    p.folds = log2_of(spec.block) - log2_of(spec.rank);
-    p.sketch_weight = p.folds == 0
-                          ? 1.0F
-                          : static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
+    p.folds = log2_ceil(spec.block) - log2_ceil(spec.rank);
+    if (side == Side::gradient) {
+      p.sketch_weight = static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
+    }
   } else {
     p.rows = kept_rows(spec);
   }
   if (spec.layout.grid_h > 0) {
     p.order = token_order(tokens, spec);
-    p.prefix_factor_x = static_cast<float>(p.order.tile_h);
-    p.prefix_factor_g = static_cast<float>(p.order.tile_w);
+    p.prefix_factor = static_cast<float>(side == Side::gradient ? p.order.tile_w : p.order.tile_h);
     p.body_tokens = tokens - p.order.prefix_rows();
   }
   p.blocks = ceil_div(p.body_tokens, p.block);

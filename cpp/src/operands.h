@@ -77,7 +77,7 @@ class KeptRows {
  public:
   void add(int row) { row_[count_++] = static_cast<std::uint8_t>(row); }
   std::size_t size() const { return count_; }
-  int operator[](std::size_t i) const { return row_[i]; }
+  constexpr int operator[](std::size_t i) const { return row_[i]; }
   std::uint8_t* begin() { return row_; }
   std::uint8_t* end() { return row_ + count_; }
 
@@ -86,14 +86,14 @@ class KeptRows {
   std::size_t count_ = 0;
 };
 
-// LowRank resolved for a number of tokens. K = blocks * rank + prefix rows.
+// LowRank resolved for a number of tokens and a side. K = blocks * rank + prefix rows.
 struct Projection {
   Basis basis = Basis::full;
   int block = 1;
   int rank = 1;
   KeptRows rows;                 // lowpass, sequency
   int folds = 0;                 // sketch: log2(block / rank)
-  float sketch_weight = 1.0F;    // sketch, gradient side: factor of every row but the first
+  float sketch_weight = 1.0F;    // sketch: factor of every row but the first; activations: 1
   std::int64_t tokens = 0;       // L, prefix tokens included
   std::int64_t body_tokens = 0;  // tokens that are transformed
   std::int64_t blocks = 0;
@@ -101,8 +101,8 @@ struct Projection {
   std::int64_t k_padded = 0;
   int divisor = 1;
   TokenOrder order{};
-  float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-  bool equalized = false;  // tokens have exponents (MatrixIn::exponents)
+  float prefix_factor = 1.0F;  // factor of prefix rows
+  bool equalized = false;      // tokens have exponents (MatrixIn::exponents)
 };
 
 // Largest size and largest product of two sizes. Within these limits padded sizes, buffers and
@@ -118,6 +118,11 @@ inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
 inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+inline int log2_ceil(std::int64_t value) {
+  int log = 0;
+  while ((std::int64_t{1} << log) < value) ++log;
+  return log;
+}
 
 inline std::int64_t element_bytes(DType dtype) {
   return static_cast<std::int64_t>(dtype_size(dtype));

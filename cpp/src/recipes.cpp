@@ -9,6 +9,9 @@
 #include "hot/backward_linear.h"
 
 namespace hot {
+
+using namespace detail;
+
 namespace {
 
 struct Recipe {
@@ -46,9 +49,9 @@ BackwardLinearSpec recipe(std::string_view name) {
       entry.change(spec);
       return spec;
     }
-    known += detail::joined_text(known.empty() ? "'" : ", '", entry.name, "'");
+    known += joined_text(known.empty() ? "'" : ", '", entry.name, "'");
   }
-  detail::invalid("recipe", "name is '", name, "'; expected one of ", known);
+  invalid("recipe", "name is '", name, "'; expected one of ", known);
 }
 
 const char* detail::recipe_name(int index) noexcept {
@@ -62,17 +65,9 @@ std::vector<std::string> recipe_names() {
   return names;
 }
 
-const char* granularity_name(Granularity granularity) noexcept {
-  return detail::name_of(detail::Choices<Granularity>(detail::granularities), granularity);
-}
-const char* rounding_name(Rounding rounding) noexcept {
-  return detail::name_of(detail::Choices<Rounding>(detail::roundings), rounding);
-}
-const char* basis_name(Basis basis) noexcept {
-  return detail::name_of(detail::Choices<Basis>(detail::bases), basis);
-}
-const char* storage_name(Storage storage) noexcept {
-  return detail::name_of(detail::Choices<Storage>(detail::storages), storage);
-}
+const char* granularity_name(Granularity value) noexcept { return name_of(granularities, value); }
+const char* rounding_name(Rounding value) noexcept { return name_of(roundings, value); }
+const char* basis_name(Basis value) noexcept { return name_of(bases, value); }
+const char* storage_name(Storage value) noexcept { return name_of(storages, value); }
 
 }  // namespace hot

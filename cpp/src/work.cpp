@@ -107,8 +107,8 @@ const Operand* Operands::find(Source source, Along along, From from) const {
 
 // ---- transforms and saved x --------------------------------------------------------------------
 
-Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
-  Projection p = make_projection(tokens, spec.low_rank);
+Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec, Side side) {
+  Projection p = make_projection(tokens, spec.low_rank, side);
   p.equalized = spec.equalize_tokens;
   return p;
 }
@@ -124,16 +124,17 @@ Projection hadamard_projection(std::int64_t features, int block) {
   return p;
 }
 
-SavedLayout layout_of(const Projection& p, std::int64_t in_features,
+SavedLayout layout_of(std::int64_t tokens, std::int64_t in_features,
                       const BackwardLinearSpec& spec) {
+  const Projection p = token_projection(tokens, spec);
   SavedLayout layout;
   layout.channels = in_features;
   layout.k = p.k;
   layout.k_padded = p.k_padded;
   std::size_t scale_bytes;
   if (spec.storage == Storage::int4) {
-    layout.row_bytes = round_up(p.tokens, int4_k_alignment) / 2;
-    layout.scales = in_features * ceil_div(p.tokens, int4_group);
+    layout.row_bytes = round_up(tokens, int4_k_alignment) / 2;
+    layout.scales = in_features * ceil_div(tokens, int4_group);
     scale_bytes = sizeof(std::uint16_t);
   } else {
     layout.row_bytes = p.k_padded;
@@ -145,7 +146,7 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
   layout.exponent_offset =
       layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
   layout.bytes =
-      layout.exponent_offset + static_cast<std::size_t>(spec.equalize_tokens ? p.tokens : 0);
+      layout.exponent_offset + static_cast<std::size_t>(spec.equalize_tokens ? tokens : 0);
   return layout;
 }
 
@@ -175,7 +176,7 @@ BackwardCall backward_shape(const BackwardLinearSpec& spec, const LinearShape& s
   if (gx) call.gx = shape_out(dtype, L, I);
   if (gw) {
     call.gw = shape_out(gw_dtype, O, I);
-    call.saved = saved_x(nullptr, layout_of(token_projection(L, spec), I, spec), L, spec);
+    call.saved = saved_x(nullptr, layout_of(L, I, spec), L, spec);
   }
   if (gb) call.gb = shape_out(DType::f32, 1, O);
   return call;
@@ -198,17 +199,16 @@ Work operands_of(const BackwardCall& call) {
     add_zeros(work, 0, Result::gx, call.gx);
   }
   if (has_elements(call.gw) && L > 0) {
-    const Projection tokens = token_projection(L, spec);
     MatrixIn gradient = call.gy;
     gradient.exponents = call.saved.exponents;
-    Operand& gy =
-        operands.add(Source::gy, Along::column, tokens, gradient_columns_quant(spec), gradient);
+    Operand& gy = operands.add(Source::gy, Along::column, token_projection(L, spec, Side::gradient),
+                               gradient_columns_quant(spec), gradient);
     gy.scratch = true;
     gy.sketch_key = call.sketch_key;
     gy.sum = call.gb.rows > 0;
     gy.accumulate = call.accumulate;
-    Operand& x = operands.add(Source::x, Along::column, tokens, activation_quant(spec),
-                              shape_in(DType::f32, L, I));
+    Operand& x = operands.add(Source::x, Along::column, token_projection(L, spec),
+                              activation_quant(spec), shape_in(DType::f32, L, I));
     if (const auto* groups = std::get_if<Groups>(&call.saved.codes)) {
       x.from = From::groups;
       x.groups = *groups;

@@ -40,8 +40,6 @@ struct Operand {
   std::uint8_t* exponents = nullptr;  // the exponents, if this call computes them
   Codes out{};
   Groups groups{};
-
-  Side side() const { return source == Source::gy ? Side::gradient : Side::activation; }
 };
 
 // Operands of a call, in the order of their memory.
@@ -117,7 +115,8 @@ inline MatrixOut shape_out(DType dtype, std::int64_t rows, std::int64_t cols) {
 }
 
 // Transform of g_y and x along the tokens, for g_w.
-Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec);
+Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec,
+                            Side side = Side::activation);
 // Transform along features: a projection that keeps all rows of its blocks.
 Projection hadamard_projection(std::int64_t features, int block);
 
@@ -128,8 +127,7 @@ struct SavedX {
 };
 SavedX saved_x(const void* data, const SavedLayout&, std::int64_t tokens,
                const BackwardLinearSpec&);
-SavedLayout layout_of(const Projection& tokens, std::int64_t in_features,
-                      const BackwardLinearSpec&);
+SavedLayout layout_of(std::int64_t tokens, std::int64_t in_features, const BackwardLinearSpec&);
 
 // Checked arguments of backward_linear. A gradient without elements is not computed.
 struct BackwardCall {

@@ -114,6 +114,11 @@ __device__ inline RandomWords random_words(const DeviceKey& key, const DeviceOff
   return {{c0, c1, c2, c3}};
 }
 
+// Offset a of a sketch's fold in a block of `length` values: value t is added to value t ^ a.
+__device__ inline int sketch_draw(const RandomWords& draw, int fold, int length) {
+  return 1 + static_cast<int>(__umulhi(draw.word[fold], static_cast<std::uint32_t>(length - 1)));
+}
+
 // Word of byte B of four words, the first word's byte lowest.
 template <int B>
 __device__ inline std::uint32_t gather_bytes(std::uint32_t w0, std::uint32_t w1, std::uint32_t w2,

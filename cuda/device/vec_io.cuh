@@ -95,7 +95,8 @@ constexpr void with_dtype(DType dtype, const F& f) {
   }
 }
 
-// Calls f with a value from First to Last as a compile-time constant.
+// Calls f with a value from First to Last as a compile-time constant. A value beyond Last counts as
+// Last.
 template <auto First, auto Last, class F>
 constexpr auto with_constant(decltype(First) value, const F& f) {
   if constexpr (First < Last) {

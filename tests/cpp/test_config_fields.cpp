@@ -11,7 +11,7 @@
 namespace {
 
 enum class Sauce : std::uint8_t { none, mild, hot };
-constexpr hot::detail::Choice<Sauce> sauces[] = {{Sauce::mild, "mild"}, {Sauce::hot, "hot"}};
+constexpr hot::detail::Choices<Sauce> sauces = {{Sauce::mild, "mild"}, {Sauce::hot, "hot"}};
 
 struct WideSpec : hot::BackwardLinearSpec {
   Sauce sauce = Sauce::mild;

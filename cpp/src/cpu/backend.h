@@ -16,7 +16,7 @@ class CpuBackend final : public Backend {
   // hadamard.cpp
   void fwht(const Context&, const FwhtArgs&) const override;
   // lowrank.cpp
-  void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
+  void hla(const Context&, const MatrixIn& x, const Projection&, const Key& sketch_key,
            const MatrixOut& out) const override;
   // quantize.cpp
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
@@ -43,9 +43,6 @@ class CpuBackend final : public Backend {
   // run.cpp
   std::size_t workspace(const Context&, Work&) const override;
   void run(const Context&, Work&, const Checker&, const Workspace&) const override;
-
- private:
-  std::size_t take_memory(const Context&, Work&, void* memory) const;
 };
 
 // Stages of compress_activation. quantize.cpp
@@ -93,7 +90,8 @@ class QuantizeRows {
   void find_columns(std::uint32_t* amax) { columns_ = amax; }
   static constexpr std::int64_t most_found = 4096;
 
-  void add_largest(Phase&) const;  // only for a single scale
+  bool one_scale() const { return job_.quant.per_tensor; }  // the codes need `largest` first
+  void add_largest(Phase& phase) const { phase.add<&QuantizeRows::largest>(tasks_.count(), *this); }
   void add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_.count(), *this); }
   void finish() const;
 

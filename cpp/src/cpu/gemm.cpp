@@ -61,9 +61,7 @@ struct Epilogue {
                   args.b_scale_step,
                   args.inv_divisor,
                   args.bias == nullptr ? nullptr : args.bias + n,
-                  args.accumulate,
-                  nullptr,
-                  0};
+                  args.accumulate};
     if (out.dtype == DType::f32 && out.col_stride == 1) {
       tile.out = static_cast<float*>(out.data) + m * out.row_stride + n;
       tile.out_ld = out.row_stride;

@@ -20,11 +20,10 @@ constexpr int group = 16;
 // Computes the rows of P x for one strip of columns.
 class Strip {
  public:
-  Strip(const SimdKernels& simd, const MatrixIn& x, const Projection& p, Side side,
-        const RandomKey& random, std::int64_t col)
+  Strip(const SimdKernels& simd, const MatrixIn& x, const Projection& p, const RandomKey& random,
+        std::int64_t col)
       : simd_(simd),
         p_(p),
-        side_(side),
         random_(random),
         x_(simd, x, col, std::min<std::int64_t>(strip_columns, x.cols - col)) {
     // Lanes beyond the last column stay 0 in every transform.
@@ -58,11 +57,10 @@ class Strip {
       if (filled >= group) emit();
     }
     if (end < p_.blocks) return;
-    const float factor = side_ == Side::gradient ? p_.prefix_factor_g : p_.prefix_factor_x;
     for (std::int64_t j = 0; j < p_.order.prefix_rows(); ++j) {
       float* row = rows_ + filled * strip_columns;
       x_.load(p_.order.prefix_token(j), row);
-      simd_.scale_row(row, factor);
+      simd_.scale_row(row, p_.prefix_factor);
       if (++filled >= group) emit();
     }
     if (filled > 0) {
@@ -118,16 +116,13 @@ class Strip {
       }
     }
     simd_.fwht_strip(to, p_.rank);
-    if (side_ == Side::gradient && p_.folds > 0) {
-      for (int i = 1; i < p_.rank; ++i) {
-        simd_.scale_row(to + i * strip_columns, p_.sketch_weight);
-      }
+    for (int i = 1; i < p_.rank && p_.sketch_weight != 1.0F; ++i) {
+      simd_.scale_row(to + i * strip_columns, p_.sketch_weight);
     }
   }
 
   const SimdKernels& simd_;
   const Projection& p_;
-  Side side_;
   RandomKey random_;  // key of the sketch
   ColumnStrip x_;
   alignas(64) float raw_[max_strip_block * strip_columns];
@@ -160,7 +155,7 @@ StripTasks::Task StripTasks::operator[](std::int64_t task) const {
   return {task % strips_ * strip_columns, begin, std::min(blocks_, begin + range_blocks_)};
 }
 
-void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection& p, Side side,
+void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection& p,
                      const Key& sketch_key, const MatrixOut& out) const {
   if (p.k == 0 || x.cols == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
@@ -168,7 +163,7 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
   const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
   context.pool()->run(tasks.count(), [&](std::int64_t task) {
     const auto [col, begin, end] = tasks[task];
-    Strip strip(simd, x, p, side, sketch, col);
+    Strip strip(simd, x, p, sketch, col);
     strip.groups(begin, end, [&, col = col](std::int64_t k, const float* rows) {
       for (std::int64_t i = 0; i < std::min<std::int64_t>(group, p.k - k); ++i) {
         store_row(simd, rows + i * strip_columns, k + i, col, strip.cols(), out);
@@ -199,7 +194,7 @@ void QuantizeColumns::add_codes(Phase& phase, bool amax_known) const {
 void QuantizeColumns::largest(std::int64_t task) const {
   const OperandQuant& quant = job_.quant;
   const auto [col, begin, end] = tasks_[task];
-  Strip strip(simd_, job_.x, job_.transform, job_.side(), random_, col);
+  Strip strip(simd_, job_.x, job_.transform, random_, col);
   std::uint32_t best[strip_columns] = {};
   std::uint32_t tensor_amax = 0;
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
@@ -262,7 +257,7 @@ class QuantizeColumns::Writer {
 
 void QuantizeColumns::codes(std::int64_t task) const {
   const auto [col, begin, end] = tasks_[task];
-  Strip strip(simd_, job_.x, job_.transform, job_.side(), random_, col);
+  Strip strip(simd_, job_.x, job_.transform, random_, col);
   Writer writer(*this, col, strip.cols());
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) { writer.group_of(k, rows); });
 }
@@ -270,7 +265,7 @@ void QuantizeColumns::codes(std::int64_t task) const {
 // Quantises a strip in one pass over x. Keeps the rows of P x between largest values and rounding.
 void QuantizeColumns::whole(std::int64_t task) const {
   const auto [col, begin, end] = tasks_[task];
-  Strip strip(simd_, job_.x, job_.transform, job_.side(), random_, col);
+  Strip strip(simd_, job_.x, job_.transform, random_, col);
   alignas(64) float all_rows[most_kept_rows * strip_columns];
   std::uint32_t best[strip_columns] = {};
   strip.groups(begin, end, [&](std::int64_t k, const float* rows) {

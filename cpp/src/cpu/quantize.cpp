@@ -113,10 +113,6 @@ QuantizeRows::QuantizeRows(const Context& context, const Operand& job)
   if (job.quant.per_tensor) std::memset(job.out.scale, 0, sizeof *job.out.scale);
 }
 
-void QuantizeRows::add_largest(Phase& phase) const {
-  if (job_.quant.per_tensor) phase.add<&QuantizeRows::largest>(tasks_.count(), *this);
-}
-
 void QuantizeRows::largest(std::int64_t task) const {
   Row row(simd_, job_.x, job_.transform.block, job_.out.k_padded, nullptr, job_.powers);
   std::uint32_t best = 0;

@@ -11,8 +11,7 @@ namespace {
 struct Quantisers {
   std::optional<QuantizeRows> rows;
   std::optional<QuantizeColumns> columns;
-  bool one_scale = false;  // of the rows
-  bool found = false;      // the pass over the rows finds the largest values of the columns
+  bool found = false;  // the pass over the rows finds the largest values of the columns
 };
 
 // Whether the pass over a matrix's rows can also find the largest values of its columns. The
@@ -24,19 +23,19 @@ bool can_find_columns(const Operand& rows, const Operand& columns) {
          !p.equalized && columns.x.cols <= QuantizeRows::most_found;
 }
 
+std::size_t take_memory(const Context& context, Work& work, void* memory) {
+  ScratchSizes sizes;
+  for (int i = 0; i < 2; ++i) {
+    const GemmArgs& args = work.products[i].args;
+    sizes.product[i] = cpu_backend().gemm_workspace(context, args.m, args.n, args.k);
+  }
+  return take_scratch(work, memory, sizes);
+}
+
 }  // namespace
 
 std::size_t CpuBackend::workspace(const Context& context, Work& work) const {
   return take_memory(context, work, nullptr);
-}
-
-std::size_t CpuBackend::take_memory(const Context& context, Work& work, void* memory) const {
-  ScratchSizes sizes;
-  for (int i = 0; i < 2; ++i) {
-    const GemmArgs& args = work.products[i].args;
-    sizes.product[i] = gemm_workspace(context, args.m, args.n, args.k);
-  }
-  return take_scratch(work, memory, sizes);
 }
 
 // Runs four phases. Phase 1 reads the matrices. Phase 2 writes codes that need the largest values
@@ -61,7 +60,6 @@ void CpuBackend::run(const Context& context, Work& work, const Checker& check,
       continue;  // neither codes nor scales
     } else if (operand.along == Along::row) {
       source.rows.emplace(context, operand);
-      source.one_scale = operand.quant.per_tensor;
     } else {
       source.columns.emplace(context, operand);
       const Operand* const rows = work.operands.find(operand.source, Along::row);
@@ -80,10 +78,10 @@ void CpuBackend::run(const Context& context, Work& work, const Checker& check,
   Phase phase(context);
   if (sums) sums->add_sums(phase);
   for (Quantisers& source : sources) {
-    auto& [rows, columns, one_scale, found] = source;
+    auto& [rows, columns, found] = source;
     if (found) rows->find_columns(columns->amax());
-    if (rows && one_scale) rows->add_largest(phase);
-    if (rows && !one_scale) rows->add_codes(phase);
+    if (rows && rows->one_scale()) rows->add_largest(phase);
+    if (rows && !rows->one_scale()) rows->add_codes(phase);
     if (columns && !found) columns->add_largest(phase);
   }
   if (groups) groups->add_codes(phase);
@@ -97,13 +95,13 @@ void CpuBackend::run(const Context& context, Work& work, const Checker& check,
   for (const int i : {1, 0}) {
     if (products[i] && !late(i)) products[i]->add_panels(phase);
   }
-  for (const auto& [rows, columns, one_scale, found] : sources) {
-    if (rows && one_scale) rows->add_codes(phase);
+  for (const auto& [rows, columns, found] : sources) {
+    if (rows && rows->one_scale()) rows->add_codes(phase);
     if (columns) columns->add_codes(phase, found);
   }
   phase.run();
 
-  for (const auto& [rows, columns, one_scale, found] : sources) {
+  for (const auto& [rows, columns, found] : sources) {
     if (rows) rows->finish();
     if (columns) columns->add_finish(phase);
   }

@@ -33,8 +33,8 @@ struct SumsTile {
   float inv_divisor;
   const float* bias;  // one per column, or null
   bool accumulate;
-  float* out;
-  std::int64_t out_ld;
+  float* out = nullptr;
+  std::int64_t out_ld = 0;
 };
 
 // Rows of a per task. The tile height of every instruction set divides it.

@@ -33,6 +33,7 @@ inline I with_sign_of(F v, I code) {
 // ---- conversion -------------------------------------------------------------------------------
 
 void load(const void* src, DType dtype, std::int64_t count, float* dst) {
+  const auto* half = static_cast<const std::uint16_t*>(src);
   std::int64_t i = 0;
   if (dtype == DType::f32) {
     // Rows of a strip are short. A copy of constant size avoids a call.
@@ -42,25 +43,22 @@ void load(const void* src, DType dtype, std::int64_t count, float* dst) {
       std::memcpy(dst, src, static_cast<std::size_t>(count) * sizeof(float));
     }
   } else if (dtype == DType::bf16) {
-    const auto* half = static_cast<const std::uint16_t*>(src);
     for (; i + W <= count; i += W) V::store(dst + i, V::load_bf16(half + i));
     for (; i < count; ++i) dst[i] = bf16_to_float(half[i]);
   } else {
-    const auto* half = static_cast<const std::uint16_t*>(src);
     for (; i + W <= count; i += W) V::store(dst + i, V::load_f16(half + i));
     for (; i < count; ++i) dst[i] = f16_to_float(half[i]);
   }
 }
 
 void store(const float* src, std::int64_t count, DType dtype, void* dst) {
+  auto* half = static_cast<std::uint16_t*>(dst);
   std::int64_t i = 0;
   if (dtype == DType::f32) {
     std::memcpy(dst, src, static_cast<std::size_t>(count) * sizeof(float));
   } else if (dtype == DType::bf16) {
-    auto* half = static_cast<std::uint16_t*>(dst);
     for (; i < count; ++i) half[i] = float_to_bf16(src[i]);
   } else {
-    auto* half = static_cast<std::uint16_t*>(dst);
     for (; i + W <= count; i += W) V::store_f16(half + i, V::load(src + i));
     for (; i < count; ++i) half[i] = float_to_f16(src[i]);
   }

@@ -10,16 +10,24 @@
 #include <variant>
 
 #include "plan/gemm_sm80_plan.h"
-#include "plan/gemm_sm90_plan.h"
 #include "plan/kernels.def"
-#include "plan/launch_shape.h"
 #include "work.h"
 
 namespace hot::detail {
 
 // ---- shapes of kernels, shared by device code and plans ----------------------------------------
 
-enum class RowsPass { row_scales, amax, codes };  // codes: after a pass `amax`
+// Shape of a kernel launch.
+struct LaunchShape {
+  std::int64_t blocks = 0;
+  int threads = 0;
+  std::size_t shared_bytes = 0;
+  int cluster = 1;  // CTAs per cluster; above 1 only from sm_90 on
+  int rows = 1;     // blockDim.y
+};
+
+// Passes of a quantiser over its source: both at once, or the largest values, then the codes.
+enum class Pass { both, amax, codes };
 
 // A lane of rows16_kernel holds 2 to 6 blocks of 16 values, at most 96 registers.
 inline constexpr int rows16_min_blocks = 2, rows16_max_blocks = 6;
@@ -43,7 +51,6 @@ namespace columns {
 
 // Transform of 16 tokens: none, a 16-point FWHT, its 8 kept rows, or a power of two per token.
 enum class ColumnTransform { full, hadamard, projected, factored };
-enum class Pass { both, amax, codes };
 // Rounding of a transform's instances. `hadamard` is the transform of w, which rounds to nearest.
 constexpr Rounding rounding_of(ColumnTransform transform) {
   return transform == ColumnTransform::hadamard ? Rounding::nearest : Rounding::stochastic;
@@ -185,6 +192,17 @@ constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 
 }  // namespace small_gemm
 
+// Kernel of a wgmma product (cuda/gemm_int8_sm90.h) and the order of its tiles: along M or N, in
+// stripes of `swizzle` tiles. `splits` is stream-K's number of shares of the contraction (1:
+// CUTLASS decides).
+enum class Sm90Kernel : std::uint8_t { tile_128x128, tile_128x192, tile_128x256, stream_k };
+struct Sm90Plan {
+  Sm90Kernel kernel;
+  int sm_count;
+  bool along_m;
+  int swizzle, splits;
+};
+
 // Division of the work of gemm_small_kernel.
 struct SmallPlan {
   int tile_m;    // rows of a tile (64 or 128); it has 64 columns
@@ -308,13 +326,13 @@ constexpr Buffer buffer_of(Result result) {
 
 struct RowsStep {
   Source of;
-  RowsPass pass;
+  Pass pass;
   int lane_blocks;  // rows16: blocks of 16 per lane
 };
 struct ColumnsStep {
   Source of;
   columns::ColumnTransform transform;
-  columns::Pass pass;
+  Pass pass;
   int ctas;     // per column tile
   int cluster;  // CTAs that reduce to one scale: all, or 0 for none
 };
@@ -324,7 +342,7 @@ struct GenericColumnsStep {
 };
 struct RowsColumnAmaxStep {
   Source of;
-  RowsPass pass;
+  Pass pass;
   columns::ColumnTransform transform;
   int lanes, lane_blocks;  // of a row
   int token_blocks;        // of a tile
@@ -339,17 +357,16 @@ struct RowsGroupsStep {
 struct GroupedRange {
   unsigned blocks = 0, end = 0;
 };
-struct GroupedColumns {
+struct GroupedOperand {
   GroupedRange range;
-  columns::Pass pass;
-  int ctas;     // per column tile
+  Pass pass;
+  int ctas;     // per column tile; 0 for rows
   int cluster;  // CTAs that reduce to one scale
 };
 struct GroupedStep {
   columns::ColumnTransform transform;  // transform of the gradient's columns
-  GroupedColumns weight, gradient;
-  GroupedRange rows, groups;
-  RowsPass rows_pass;
+  GroupedOperand weight, gradient, rows;
+  GroupedRange groups;
   int row_lanes_log2;
 };
 struct SumsStep {
@@ -358,11 +375,9 @@ struct SumsStep {
 struct ZeroStep {
   std::size_t bytes;
 };
-struct BroadcastScaleStep {
+// Step of an operand of a product.
+struct OperandStep {
   int product;
-  bool of_b;
-};
-struct UnpackStep {
   bool of_b;
 };
 struct SmallGemmStep {
@@ -382,7 +397,7 @@ struct ProductStep {
 // Arguments of a kernel apart from its launch shape.
 using StepWork = std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep,
                               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep,
-                              BroadcastScaleStep, UnpackStep, SmallGemmStep, ProductStep>;
+                              OperandStep, SmallGemmStep, ProductStep>;
 
 struct Step {
   Kernel kernel{};

@@ -161,15 +161,17 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
 struct ProductBuffers {
   Buffers a, b;
   Buffer out;
+  // Buffers that a product reads, and its result if it is added to the values there.
+  Buffers reads(bool accumulate) const { return accumulate ? a | b | out : a | b; }
 };
+
+constexpr ProductBuffers product_buffers{Buffer::a, Buffer::b, Buffer::out};  // of a single product
 
 // Adds product number `index` of a call.
 void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index,
                  const ProductBuffers& buffers) {
   if (p.m == 0 || p.n == 0) return;
-  Buffers reads = buffers.a | buffers.b;
-  Buffers writes = buffers.out;
-  if (p.accumulate) reads |= buffers.out;
+  Buffers reads = buffers.reads(p.accumulate), writes = buffers.out;
   const bool faster = facts.hardware.has(Feature::wgmma) || facts.hardware.has(Feature::tcgen05);
   if (!plan.takes(
           {Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
@@ -177,7 +179,7 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
   }
   const auto broadcast = [&](std::int64_t count, Buffers from, Buffer to, bool of_b) {
     plan.add(Kernel::broadcast_scale, {ceil_div(count, 256), 256}, from, to,
-             BroadcastScaleStep{index, of_b});
+             OperandStep{index, of_b});
     reads |= to;
   };
   if (p.one_scale_a) broadcast(p.m, buffers.a, Buffer::broadcast_a, false);
@@ -256,11 +258,9 @@ void add_single(Plan& plan, const Work& work, int index) {
   const Buffer out = buffer_of(product.result);
   const LaunchShape shape{ceil_div(product.args.m * product.args.n, 256), 256};
   if (product.clear) return plan.add(Kernel::fill_zero, shape, {}, out, ProductStep{index});
-  const ProductBuffers buffers = buffers_of(work, product);
-  Buffers reads = buffers.a | buffers.b;
-  if (product.args.accumulate) reads |= out;
   plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
-  plan.add(Kernel::token, shape, reads, out, ProductStep{index}, product.args.out.dtype);
+  plan.add(Kernel::token, shape, buffers_of(work, product).reads(product.args.accumulate), out,
+           ProductStep{index}, product.args.out.dtype);
 }
 
 }  // namespace
@@ -348,9 +348,8 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
   if (count > 0 && plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(products)})) {
     Buffers reads, writes;
     for (int i = 0; i < count; ++i) {
-      reads |= buffers[i].a | buffers[i].b;
+      reads |= buffers[i].reads(shapes[i].accumulate);
       writes |= buffers[i].out;
-      if (shapes[i].accumulate) reads |= buffers[i].out;
     }
     add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
   } else {
@@ -364,7 +363,7 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
 
 Plan plan_gemm(const DeviceFacts& facts, const ProductShape& shape) {
   Plan plan;
-  add_product(plan, facts, shape, 0, {Buffer::a, Buffer::b, Buffer::out});
+  add_product(plan, facts, shape, 0, product_buffers);
   return plan;
 }
 
@@ -379,16 +378,15 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
                      : k > int32_safe_k4 ? too_long_k(k)
                                          : Reason{};
   if (plan.takes({Kernel::mma_128x256x128, "unpacked to INT8", why})) {
-    Buffers reads = Buffer::a | Buffer::b;
-    if (shape.accumulate) reads |= Buffer::out;
+    const Buffers reads = product_buffers.reads(shape.accumulate);
     add_mma(plan, facts, shape, 0, true, reads, Buffer::out);
     return plan;
   }
   plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a,
-           UnpackStep{false});
+           OperandStep{0, false});
   plan.passed_as_before();
   plan.add(Kernel::unpack, {ceil_div(n * k, 256), 256}, Buffer::b, Buffer::unpacked_b,
-           UnpackStep{true});
+           OperandStep{0, true});
   // Reads a and b as well, for their scales.
   add_product(plan, facts, shape, 0,
               {Buffer::a | Buffer::unpacked_a, Buffer::b | Buffer::unpacked_b, Buffer::out});

@@ -38,7 +38,6 @@ namespace {
 
 using columns::column_tiles;
 using columns::ColumnTransform;
-using columns::Pass;
 using columns::token_tiles;
 
 constexpr Reason one_scale{"it has one scale"}, empty{"it is empty"},
@@ -72,13 +71,13 @@ Reason why_not_rows16(const Operand& job) {
   return row_share(job.out.k_padded / 16).lanes > 0 ? Reason{} : too_long(job.x.cols);
 }
 
-void add_rows_pass(Plan& plan, const Operand& job, RowsPass pass) {
+void add_rows_pass(Plan& plan, const Operand& job, Pass pass) {
   const RowShare share = row_share(job.out.k_padded / 16);
   Buffers reads = matrix_buffer(job.source), writes = codes_buffer(job);
-  if (pass == RowsPass::amax) {
+  if (pass == Pass::amax) {
     reads |= Buffer::rows_amax;  // read by atomicMax
     writes = Buffer::rows_amax;
-  } else if (pass == RowsPass::codes) {
+  } else if (pass == Pass::codes) {
     reads |= Buffer::rows_amax;
   }
   const Kernel kernel =
@@ -96,12 +95,12 @@ void add_rows_pass(Plan& plan, const Operand& job, RowsPass pass) {
 // Adds the codes after a pass for the largest value.
 void add_rows_codes(Plan& plan, const Operand& job) {
   plan.takes({Kernel::rows16, "%a is read first for its scale", one_scale});
-  add_rows_pass(plan, job, RowsPass::codes);
+  add_rows_pass(plan, job, Pass::codes);
 }
 
 void add_rows(Plan& plan, const Operand& job) {
-  if (!job.quant.per_tensor) return add_rows_pass(plan, job, RowsPass::row_scales);
-  add_rows_pass(plan, job, RowsPass::amax);
+  if (!job.quant.per_tensor) return add_rows_pass(plan, job, Pass::both);
+  add_rows_pass(plan, job, Pass::amax);
   add_rows_codes(plan, job);
 }
 
@@ -323,7 +322,7 @@ Reason why_not_rows_column_amax(const DeviceFacts& facts, const Operand& rows,
   const RowShare share = row_share(rows.out.k_padded / 16);
   if (share.lanes == 0 || share.lanes > 32) return too_long(rows.x.cols);
   work.of = rows.source;
-  work.pass = rows.quant.per_tensor ? RowsPass::amax : RowsPass::row_scales;
+  work.pass = rows.quant.per_tensor ? Pass::amax : Pass::both;
   work.lanes = share.lanes;
   work.lane_blocks = share.blocks;
   work.token_blocks = rows_column_amax::token_blocks(share.lanes);
@@ -552,7 +551,7 @@ void add_grouped(Plan& plan, const GroupedParts& parts, bool amax) {
       writes |= Buffer::gb;
     }
   };
-  const auto add_columns = [&](GroupedColumns& to, const GroupedPart& part) {
+  const auto add_part = [&](GroupedOperand& to, const GroupedPart& part) {
     if (!takes_part(part)) return;
     to.pass = amax ? Pass::amax : part.one_scale() ? Pass::codes : Pass::both;
     to.ctas = part.ctas;
@@ -562,12 +561,9 @@ void add_grouped(Plan& plan, const GroupedParts& parts, bool amax) {
   GroupedStep step{};
   step.transform = parts.gradient.transform;
   step.row_lanes_log2 = parts.row_lanes_log2;
-  step.rows_pass = amax                     ? RowsPass::amax
-                   : parts.rows.one_scale() ? RowsPass::codes
-                                            : RowsPass::row_scales;
-  add_columns(step.weight, parts.weight);
-  add_columns(step.gradient, parts.gradient);
-  if (takes_part(parts.rows)) add(step.rows, parts.rows);
+  add_part(step.weight, parts.weight);
+  add_part(step.gradient, parts.gradient);
+  add_part(step.rows, parts.rows);
   if (!amax && parts.groups.blocks > 0) add(step.groups, parts.groups);
   const std::size_t shared = columns::shared_bytes(
       step.transform, grouped::cta_tiles(static_cast<int>(dtype_size(parts.dtype))),
