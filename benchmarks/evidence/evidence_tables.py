@@ -497,7 +497,6 @@ def scaling(results: Path, *words: str) -> Lines:
     yield line(["bf16's loss, ± deviation", *(plus_minus(gaps["bf16"], 4, "") for gaps in found)])
     for name in names_in(words) if words else in_order(n for gaps in found for n in gaps):
         yield line([shown(name), *(half_width_words(gaps.get(name, [])) for gaps in found)])
-    yield from ("", dates_line(results, map(file_of, reports)))
 
 
 def half_width_words(values: Sequence[float]) -> str:
@@ -690,7 +689,6 @@ def to_loss(results: Path) -> Lines:
             for report in found.values()
         )
         yield line([name, *shares])
-    yield from ("", dates_line(results, map(file_of, found)))
 
 
 def step_ratios(results: Path, size: str) -> dict[str, float]:

@@ -43,7 +43,7 @@ SHARES = {
             f"{IMAGES} --tasks images-{model} --batch {batch} --epochs {epochs}": f"cifar10-{model}"
         }
         for model, batch, epochs in (
-            ("resnet18", 256, 15), ("vit-s", 128, 30), ("efficientformer", 128, 10)
+            ("resnet18", 256, 15), ("vit-s", 256, 30), ("efficientformer", 128, 10)
         )
     },
     "several-8b": {f"{SEVERAL} 4 --model llama_8b": "several"},

@@ -116,13 +116,8 @@ def several(results: Path) -> Lines:
     yield from ("", dates_line(results, [SPEEDS]))
 
 
-def _times(row: Report) -> list[float]:
-    """Milliseconds of a step, and of its kernels that do not communicate where they are known."""
-    return [row["step"]["median_ms"], *([row["kernels"]["busy_ms"]] if "kernels" in row else [])]
-
-
 def ddp(results: Path) -> Lines:
-    """Steps and kernels: milliseconds of bf16, the others' speed, the largest share of its peak."""
+    """Steps: milliseconds of bf16, the others' speed, the largest share of its peak."""
     models: dict[str, dict[str, dict[str, Report]]] = {}
     for setting, rows in settings_of(results, DDP).items():
         model, gpus, _, *peer = setting.split(", ")
@@ -137,10 +132,8 @@ def ddp(results: Path) -> Lines:
             for place in places:
                 row, plain = (found.get(place, {}).get(one, {}) for one in (name, "bf16"))
                 if "step" in row and "step" in plain:
-                    pairs = zip(_times(row), _times(plain), strict=True)
-                    words.append(", ".join(
-                        f"{ms:.0f} ms" if name == "bf16" else f"{of / ms:.2f}×" for ms, of in pairs
-                    ))  # fmt: skip
+                    ms, of = row["step"]["median_ms"], plain["step"]["median_ms"]
+                    words.append(f"{ms:.0f} ms" if name == "bf16" else f"{of / ms:.2f}×")
                     peaks += [row["peak_gib"] / plain["peak_gib"]] if "peak_gib" in row else []
                 else:
                     words.append(row.get("left_out", "failed") if row else "")

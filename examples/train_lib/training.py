@@ -172,7 +172,7 @@ def evaluate(model: nn.Module, batch: Batch, device: torch.device) -> tuple[floa
     """Loss and accuracy over ``batch``; the model returns to training mode."""
     model.eval()
     loss, right, count = 0.0, 0, 0
-    for inputs, targets in zip(batch[0].split(64), batch[1].split(64), strict=True):
+    for inputs, targets in zip(batch[0].split(256), batch[1].split(256), strict=True):
         logits = model(inputs.to(device)).flatten(0, -2)
         labels = targets.to(device).flatten()
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
