@@ -250,7 +250,8 @@ def test_operators(kernel: int, recipe: str, channels_last: bool) -> None:
     for keep in (False, True):
         call = (x, x.bfloat16(), config, keep, *window)
         torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
-    saved, _ = conv._compress(x, seed, config, conv.Window.of(*window))
+    rows, storage = conv._rows(x, config, conv.Window.of(*window))
+    saved, _ = codes.compress_activation(rows, seed, storage)
     for bias, kept in ((None, saved), (torch.randn(16), None)):
         call = (x, weight, bias, kept, seed, config, *window)
         torch.library.opcheck(torch.ops.hotcore.conv2d, call)
