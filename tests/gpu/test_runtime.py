@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
 import hotcore.torch as hot  # noqa: E402
 from hotcore import _core, info, selftest  # noqa: E402
-from support_gpu import (  # noqa: E402
+from support_gpu import (  # noqa: E402  (after the skip, as above)
     RECIPES,
     assert_equal_backward,
     captured,

@@ -31,7 +31,7 @@ _quantizers: Any = importlib.import_module("transformers.quantizers")
 _configs: Any = importlib.import_module("transformers.utils.quantization_config")
 
 
-class HotQuantizationConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]
+class HotQuantizationConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
     """Option of ``from_pretrained``, ``quantization_config=``, that converts the model to HOT.
 
     :func:`hotcore.torch.convert` converts the loaded model: the Parameters stay, in the requested
@@ -182,10 +182,12 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         self.pre_quantized = bool(coded)
         config.convert(model, _device_of(device_map), coded or None)
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-        bits, save = 4 if config.freeze == "int4" else 8, config.save_codes
-        # transformers sets tied weights again.
-        freezing = Freezing(model, bits, lambda _, n: f"{n}.weight" not in tied, save_codes=save)
-        self._freezing = freezing
+        self._freezing = freezing = Freezing(
+            model,
+            4 if config.freeze == "int4" else 8,
+            lambda _, name: f"{name}.weight" not in tied,  # transformers sets these again
+            save_codes=config.save_codes,
+        )
         self._frozen = {f"{fqn}.weight": fqn for fqn in freezing.layers}
         if coded:
             for name, fqn in self._frozen.items():
