@@ -27,6 +27,8 @@ SIZES = (0, 1, 2, 3, 5, 13, 16, 17, 31, 64, 97, 197)
 ALL = ("gx", "gw", "gb")
 KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 OTHER_KEY = Key(42, 43, 44)
+SHORT_TEXT = [("one", f"def f{i}(a, b):\n    return a * {i} + b\n" * 40) for i in range(60)]
+"""Package and text of each file, for bench_gpt.py."""
 
 
 @contextmanager

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from support import refused
+from support import SHORT_TEXT, refused
 
 torch = pytest.importorskip("torch")
 for needed in ("sklearn", "tqdm", "tokenizers"):
     pytest.importorskip(needed)
 
 import bench_fsdp  # noqa: E402
+import bench_gpt  # noqa: E402
 import plans  # noqa: E402
 from evidence import RESULTS, lease, several, several_tables  # noqa: E402
 
@@ -95,8 +96,12 @@ def test_speeds_with_gradients_in_a_byte_go_on_from_a_report(model: str, tmp_pat
 @pytest.mark.long
 @needs_gloo
 @pytest.mark.parametrize("model", several.GPTS)
-def test_a_gpt_with_a_byte_on_the_wire(model: str, tmp_path: Path) -> None:
+def test_a_gpt_with_a_byte_on_the_wire(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Losses fall beside bf16's. A report goes on with its own text alone, and gives a table."""
+    # Text of the installed packages is another one on each machine.
+    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT_TEXT)
     size = several.GPTS[model][0]
     path = tmp_path / f"cuda-wire-{size}.json"
     words = ["--quick", "--model", model, "--json", str(path), "--cache", str(tmp_path)]

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import refused, report_of
+from support import SHORT_TEXT, refused, report_of
 
 pytest.importorskip("tokenizers")
 
 import bench_gpt
-
-SHORT = [("one", f"def f{i}(a, b):\n    return a * {i} + b\n" * 40) for i in range(60)]
-"""Package and text of each file."""
 
 
 def test_every_window_comes_once_a_pass(seeded: None) -> None:
@@ -78,7 +75,7 @@ def test_a_report_keeps_its_text_and_points(
     assert report["settings"]["points"] == 4
     assert report["settings"]["size"]["validation_batches"] == 2
     assert report["text"]["training"] == report["tokens"] and report["text"]["packages"]
-    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT)
+    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT_TEXT)
     with pytest.raises(SystemExit, match="has runs on another text"):
         bench_gpt.main([*words, "--cache", str(tmp_path / "other"), "--seeds", "1"])
     with pytest.raises(SystemExit):
