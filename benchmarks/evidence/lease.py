@@ -27,9 +27,10 @@ GPT = (
     "benchmarks/bench_gpt.py --device cuda --size 25M --tokens-per-parameter 20 --graph "
     "--validation-batches 50 --points 30 --epochs 8 --devices 0"
 )
+# Runs side by side end together, and a lease's end cuts those that run.
 IMAGES = (
     "benchmarks/bench_training.py --table supplement --device cuda --tf32 "
-    f"--seeds 0,1,2 --devices 0 --jobs 16 --images {CIFAR}"
+    f"--seeds 0,1,2 --devices 0 --jobs 4 --images {CIFAR}"
 )
 SEVERAL = "-m benchmarks.evidence.several --device cuda --gpus"
 SHARES = {
