@@ -523,7 +523,12 @@ KEPT: dict[str, tuple[Any, Callable[[Any], object], dict[str, tuple[object, ...]
     "saved_or_x": (
         hotcore.compress_activation(X),
         lambda kept: back(saved_or_x=kept),
-        dict(tokens=("32", 32.0, -1), in_features=(None, 16.0), config=("default", None), key=(5, "5")),
+        dict(
+            tokens=("32", 32.0, -1),
+            in_features=(None, 16.0),
+            config=("default", None),
+            key=(5, "5"),
+        ),
     ),
     "saved": (
         hotcore.compress_activation(X),
