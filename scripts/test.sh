@@ -26,7 +26,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-marks=""
 parts=()
 version=""
 quick=""
@@ -57,7 +56,6 @@ if [[ -n "$version" ]]; then
   HOT_VENV_PYTHON="$HOT_VENV/bin/python"
 fi
 if [[ -n "$quick" ]]; then
-  marks="not long"
   export HOT_CUDA=OFF
   [[ ${#parts[@]} -gt 0 ]] || parts=(cpp python style)
 fi
@@ -198,7 +196,7 @@ test_python() {
     workers=(-n "$((jobs < 8 ? jobs : 8))" --dist loadfile)
     local -x OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
   fi
-  (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest "$@" ${workers[@]+"${workers[@]}"} -m "$marks" --durations=20 \
+  (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest "$@" ${workers[@]+"${workers[@]}"} -m "${quick:+not long}" --durations=20 \
     --junit-xml "$results/pytest.xml") ||
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
 }

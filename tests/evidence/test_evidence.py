@@ -293,7 +293,7 @@ def test_losses_of_lora_by_base(tmp_path: Path) -> None:
     assert kl["bf16"] < kl["hot.freeze_int8(model)"] < measured < plain
     for row in rows.values():
         assert set(row["loss"]) == {"0", "1"}  # seeds
-        assert all(loss < row["other before"] for loss in row["loss"].values())
+        assert all(loss < row["other before"] - 0.01 for loss in row["loss"].values())
     losses = [rows[name]["loss"]["1"] for name in ("hot.freeze_int8(model)", "bf16")]
     assert abs(losses[0] - losses[1]) < 0.002
     path = tmp_path / "adapters.json"

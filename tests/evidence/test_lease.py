@@ -13,7 +13,6 @@ for needed in ("sklearn", "tqdm", "tokenizers"):
     pytest.importorskip(needed)
 
 import bench_fsdp  # noqa: E402
-import bench_gpt  # noqa: E402
 import plans  # noqa: E402
 from evidence import RESULTS, lease, several, several_tables  # noqa: E402
 
@@ -101,7 +100,7 @@ def test_a_gpt_with_a_byte_on_the_wire(
 ) -> None:
     """Losses fall beside bf16's. A report goes on with its own text alone, and gives a table."""
     # Text of the installed packages is another one on each machine.
-    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT_TEXT)
+    monkeypatch.setattr("bench_gpt.sources", lambda *_: SHORT_TEXT)
     size = several.GPTS[model][0]
     path = tmp_path / f"cuda-wire-{size}.json"
     words = ["--quick", "--model", model, "--json", str(path), "--cache", str(tmp_path)]

@@ -533,7 +533,12 @@ KEPT: dict[str, tuple[Any, Callable[[Any], object], dict[str, tuple[object, ...]
     "saved": (
         hotcore.compress_activation(X),
         decompress,
-        dict(tokens=("32", -1), in_features=(None, -1), config=("default", {}), key=(Key(-1),)),
+        dict(
+            tokens=("32", 32.0, -1),
+            in_features=(None, 16.0, -1),
+            config=("default", {}),
+            key=(Key(-1),),
+        ),
     ),
     "w of backward": (
         hotcore.quantize_weight(W),

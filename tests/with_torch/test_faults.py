@@ -274,12 +274,14 @@ def test_steps_without_growth() -> None:
     code = (
         "import json, torch, torch_load\n"
         "torch.set_num_threads(1)\n"  # beside other work, threads wait for each other
-        "print(json.dumps(torch_load.growth('cpu', 6000)[0]))"
+        "print(json.dumps([torch_load.growth('cpu', 3000)[0] for _ in range(2)]))"
     )
     tests = Path(torch_load.__file__).parent
     grown = json.loads(output_of("-c", code, folder=tests, timeout=300).splitlines()[-1])
-    assert grown["host"] < 12_000  # 600 steps of a kind, and 24 bytes are malloc's smallest piece
-    assert grown["objects"] < 500  # Python's own caches had 305 once
+    # A leak grows both times, Python's own caches once. A kind of step that is given up has 300 of
+    # 3000, and 24 bytes are malloc's smallest piece.
+    assert min(one["host"] for one in grown) < 7_000
+    assert min(one["objects"] for one in grown) < 300
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals for threads")

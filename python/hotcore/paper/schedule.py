@@ -82,7 +82,6 @@ class PrecisionSchedule:
         self._apply()
 
     def _apply(self) -> None:
-        bits = self.bits
         for module, config in self._layers:
-            gx_bits = config.gx_bits if bits is None else bits
+            gx_bits = self.bits or config.gx_bits
             module.config = dataclasses.replace(module.config, gx_bits=gx_bits)
