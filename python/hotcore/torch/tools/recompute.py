@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -121,7 +121,9 @@ class _Checkpointed(OwnForward):
 
     origin = "hot.recompute was called before; handle.remove(), then this call, then recompute"
 
-    def __init__(self, block: nn.Module, forward: Any, options: Any, defer: bool) -> None:
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], options: Any, defer: bool
+    ) -> None:
         self.block, self.forward, self.options, self.defer = block, forward, options, defer
         try:
             self.names = tuple(inspect.signature(forward).parameters)
