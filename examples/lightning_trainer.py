@@ -1,4 +1,4 @@
-"""Train with Lightning's Trainer and HOT: HotCallback shares micro-batches and measures noise.
+"""Train with Lightning's Trainer and HOT: HotCallback measures noise.
 
     pip install '.[torch,examples]'
     python lightning_trainer.py

@@ -2,17 +2,17 @@
 # Builds everything and runs all tests. Ends non-zero if anything failed. It needs Python >= 3.10 and a C++ compiler. The
 # first call makes an environment (.venv).
 #
-#   bash scripts/test.sh [--slow] [cpp] [python] [style] [docs]
+#   bash scripts/test.sh [cpp] [python] [style] [docs]
 #       cpp is gtest and a consumer project through ctest, docs is the site. The default is all four parts, 10 to 20
-#       minutes on two idle cores, longer where CUDA is compiled. --slow adds the long training tests.
+#       minutes on two idle cores, longer where CUDA is compiled.
 #   bash scripts/test.sh quick [PART...]
 #       Five minutes on two cores, between two edits: C++ without CUDA and without the consumer project, pytest without
-#       the tests marked slow or long, style. No wheel is tried in an empty environment.
+#       the tests marked long, style. No wheel is tried in an empty environment.
 #   bash scripts/test.sh sanitizers
 #       The C++ tests under AddressSanitizer and UBSan, then under ThreadSanitizer, each with its own build.
 #   bash scripts/test.sh fuzz
 #       A minute of fuzzing: C++ calls, C ABI (libFuzzer, clang), and the loaders of files. HOT_FUZZ_SECONDS changes it.
-#   bash scripts/test.sh [--slow] --torch VERSION
+#   bash scripts/test.sh --torch VERSION
 #       tests/with_torch, except the benchmarks' tests, with another torch. VERSION is a version, "oldest" (of
 #       pyproject.toml) or "newest" (of torch-newest.txt).
 #
@@ -26,13 +26,12 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-marks="not slow"
+marks=""
 parts=()
 version=""
 quick=""
 while [[ $# -gt 0 ]]; do
   case "$1" in
-    --slow) marks="" ;;
     quick) quick=1 ;;
     --torch)
       [[ -n "${2:-}" ]] || hot_env_fail "--torch: a version is missing, for example 2.9.1, oldest or newest"
@@ -58,7 +57,7 @@ if [[ -n "$version" ]]; then
   HOT_VENV_PYTHON="$HOT_VENV/bin/python"
 fi
 if [[ -n "$quick" ]]; then
-  marks="not slow and not long"
+  marks="not long"
   export HOT_CUDA=OFF
   [[ ${#parts[@]} -gt 0 ]] || parts=(cpp python style)
 fi

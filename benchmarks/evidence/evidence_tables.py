@@ -718,11 +718,14 @@ def to_loss_words(results: Path, *words: str) -> Lines:
 
 
 def days_of(report: Report) -> list[str]:
-    """Return the first and last day of a report's figures, one day if equal, none if undated."""
-    parts = [report, *(part for part in report.values() if isinstance(part, Mapping))]
+    """Return the first and last day of a report's figures, one day if equal, none if undated.
+
+    The report's own date, its last writing, counts if its rows and runs have none.
+    """
+    parts = [part for part in report.values() if isinstance(part, Mapping)]
+    parts += [row for part in parts for row in part.values() if isinstance(row, Mapping)]
     days = [str(part["date"])[:10] for part in parts if "date" in part]
-    runs = report.get("runs", {})
-    days += [run["date"] for run in runs.values() if isinstance(run, Mapping) and "date" in run]
+    days = days or [str(report["date"])[:10]] * ("date" in report)
     return sorted({min(days), max(days)}) if days else []
 
 

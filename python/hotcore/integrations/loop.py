@@ -26,7 +26,6 @@ class HotLoop:
         noise_layers: name patterns of the layers to measure.
         log: target of scalars, see :func:`scalar_logger`. None: no logging.
         start: steps before this run; the log continues from there.
-        **removed: none; an argument of an earlier version raises a ValueError with advice.
 
     Raises:
         ValueError: a bad argument, or no converted layer matches ``noise_layers``.
