@@ -311,15 +311,17 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _restore(buffer: Tensor, value: Tensor) -> None:
-    """Write a value back into a buffer, where it differs: a write invalidates older graphs."""
+    """Write a value back into a buffer; graphs made before are valid again."""
     if buffer.layout is torch.strided:
-        if torch.equal(buffer, value):
-            return
         for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
             if stride == 0 and size > 1:  # expanded: one element stands for all
                 buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    with torch.inference_mode(buffer.is_inference()):
-        buffer.copy_(value)
+    if buffer.is_inference():
+        with torch.inference_mode():
+            buffer.copy_(value)
+    else:
+        with torch.autograd._unsafe_preserve_version_counter(buffer):
+            buffer.copy_(value)
 
 
 # ---- sizes of the features of x ----
