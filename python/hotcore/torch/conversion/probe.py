@@ -320,7 +320,7 @@ def _restore(buffer: Tensor, value: Tensor) -> None:
         with torch.inference_mode():
             buffer.copy_(value)
     else:
-        with torch.autograd._unsafe_preserve_version_counter(buffer):
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffer):
             buffer.copy_(value)
 
 
