@@ -225,7 +225,8 @@ def test_eval_is_the_plain_layer(bits: int, forward: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         traced = torch.jit.trace(model, x)
-    assert torch.allclose(traced(x + 1), model(x + 1), atol=1e-5)
+        first = torch.jit.trace(frozen(forward, bits=bits).eval(), x)  # was never called
+    assert torch.allclose(traced(x + 1), model(x + 1), atol=1e-5) and first(x).isfinite().all()
     assert copy.deepcopy(model).double()(x.double()).dtype == torch.float64
 
 

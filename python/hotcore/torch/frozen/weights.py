@@ -395,6 +395,8 @@ class FrozenModule(HotModule, nn.Module):
         exponents = self._exponents(codes).clone()
         if not (codes.is_meta or frozen_codes.intact(codes, self._body_bytes)):
             exponents.zero_()  # to_empty's codes have no values
+        elif codes is self.weight_codes:
+            frozen_codes.remember(codes, exponents)  # the first call may be a trace
         self.register_buffer("weight_exponents", exponents, persistent=False)
 
     def _exponents(self, codes: Tensor) -> Tensor:
