@@ -1090,6 +1090,8 @@ def test_wrong_state_dicts(bits: int) -> None:
     assert torch.equal(model.up.weight_codes, before)
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up.more"'):
         model.load_state_dict({**state, "up.more": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up.weight"'):
+        model.load_state_dict({**saved(model, True), "up.weight": state["up.weight"]})
     del state["up.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
         model.load_state_dict(state)

@@ -512,9 +512,8 @@ class FrozenModule(HotModule, nn.Module):
 
     def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
-        weight = state.pop(prefix + "weight", None)
         codes: Tensor | None = state.get(prefix + _CODES)
-        if codes is not None:
+        if codes is not None:  # a weight beside them is an unexpected key
             if codes.dtype != torch.uint8:
                 raise ValueError(f"codes of dtype {codes.dtype}; expected torch.uint8")
             if not self._fits(codes):
@@ -523,6 +522,7 @@ class FrozenModule(HotModule, nn.Module):
                 body(self._as_frozen(codes), check=True)
             aligned = codes.is_meta or codes.data_ptr() % ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
+        weight = state.pop(prefix + "weight", None)
         if weight is None:
             return None
         if (shape := tuple(weight.shape)) != self.weight_shape:

@@ -26,7 +26,16 @@ class Recomputed:
         self._undo = ExitStack()
 
     def remove(self) -> None:
-        """Restore the blocks. A second call does nothing."""
+        """Restore the blocks. A second call does nothing.
+
+        Raises ValueError if something replaced a block's forward; nothing has changed then.
+        """
+        for block in self.blocks:
+            if not isinstance(OwnForward.of(block), _Checkpointed):
+                kind = type(block).__name__
+                raise ValueError(
+                    f"blocks: the forward of {kind} was replaced since; undo that first"
+                )
         self._undo.close()
         self.blocks = []
 
