@@ -725,7 +725,7 @@ def days_of(report: Report) -> list[str]:
     parts = [part for part in report.values() if isinstance(part, Mapping)]
     parts += [row for part in parts for row in part.values() if isinstance(row, Mapping)]
     days = [str(part["date"])[:10] for part in parts if "date" in part]
-    days = days or [str(report["date"])[:10]] * ("date" in report)
+    days = days or [str(part["date"])[:10] for part in [report] if "date" in part]
     return sorted({min(days), max(days)}) if days else []
 
 
