@@ -106,12 +106,14 @@ def as_int(value: Any, name: str, bits: int = 32) -> int:
     return number
 
 
-def as_ints(value: Any, name: str, expected: str, count: int | None = None) -> tuple[int, ...]:
+def as_ints(
+    value: Any, name: str, expected: str, count: int | None = None, bits: int = 32
+) -> tuple[int, ...]:
     """Return ``value`` as a tuple of (``count``) ints. Raises TypeError, ValueError."""
     try:
         items = tuple(value)
         if count in (None, len(items)):
-            return tuple(as_int(item, name) for item in items)
+            return tuple(as_int(item, name, bits) for item in items)
     except TypeError:
         pass
     raise TypeError(f"{name}: expected {expected}, got {value!r}")

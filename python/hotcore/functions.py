@@ -415,7 +415,7 @@ def quantize_weight_int4(
             blocks of ``forward_block``.
         exponents: int8 ``[I]`` or None. In feature i of w is multiplied by
             ``2**(exponents[i] / 4)`` and that of x is divided by it, which makes features of x
-            alike in size.
+            alike in size. The result refers to this array: do not change it.
 
     Returns:
         A :class:`QuantizedWeightInt4`.

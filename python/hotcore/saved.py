@@ -170,10 +170,11 @@ def check_fields(codes: Saved | _Weight | QuantizedInput, name: str) -> None:
         if field == "key":
             as_key(value, full)
         elif field in ("tokens", "in_features", "out_features", "group"):
-            as_int(value, full, 64)
+            if as_int(value, full, 64) < 0:
+                raise ValueError(f"{full}: {value} is negative")
         elif field == "dtype" and value not in arrays.FLOATS:
             raise ValueError(f"{full}: {value!r} is not one of {', '.join(arrays.FLOATS)}")
         elif field == "shape":
-            sizes = as_ints(value, full, "sizes")
+            sizes = as_ints(value, full, "sizes", bits=64)
             if not 2 <= len(sizes) <= 4 or min(sizes) < 0:
                 raise ValueError(f"{full}: {sizes}; expected 2 to 4 sizes")

@@ -523,12 +523,17 @@ KEPT: dict[str, tuple[Any, Callable[[Any], object], dict[str, tuple[object, ...]
     "saved_or_x": (
         hotcore.compress_activation(X),
         lambda kept: back(saved_or_x=kept),
-        dict(tokens=("32", 32.0), in_features=(None, 16.0), config=("default", None), key=(5, "5")),
+        dict(
+            tokens=("32", 32.0, -1),
+            in_features=(None, 16.0),
+            config=("default", None),
+            key=(5, "5"),
+        ),
     ),
     "saved": (
         hotcore.compress_activation(X),
         decompress,
-        dict(tokens=("32", 32.0), in_features=(None, 16.0), config=("default", {}), key=(Key(-1),)),
+        dict(tokens=("32", -1), in_features=(None, -1), config=("default", {}), key=(Key(-1),)),
     ),
     "w of backward": (
         hotcore.quantize_weight(W),
@@ -538,7 +543,7 @@ KEPT: dict[str, tuple[Any, Callable[[Any], object], dict[str, tuple[object, ...]
     "w of forward": (
         hotcore.quantize_forward_weight(W),
         lambda kept: hotcore.forward_linear(X, kept),
-        dict(out_features=("24", 24.0), in_features=(None, 16.0), config=(None,)),
+        dict(out_features=("24", 24.0, -1), in_features=(None, 16.0), config=(None,)),
     ),
     "x": (
         QX,

@@ -140,6 +140,8 @@ def test_empty_arrays(rng: np.random.Generator) -> None:
         assert y.shape == (tokens, outs)
         equal_bits(hotcore.forward_linear(x, w), np.zeros((tokens, outs), np.float32))
     equal_bits(y, np.broadcast_to(bias, (3, 5)).copy())  # I = 0
+    x, w = (np.empty((0, 2**31), np.float32) for _ in range(2))
+    assert hotcore.forward_linear(hotcore.quantize_forward_input(x), w).shape == (0, 0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

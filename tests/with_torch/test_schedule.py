@@ -1,5 +1,7 @@
 """PrecisionSchedule: the layers' configurations change in time, and are restored."""
 
+import dataclasses
+
 import hotcore.torch as hot
 import pytest
 import torch
@@ -34,6 +36,14 @@ def test_callback() -> None:
         schedule.step()
     schedule.close()
     assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
+
+
+def test_other_fields_that_change_stay() -> None:
+    model = converted()
+    schedule = paper.PrecisionSchedule(model, 1)
+    model[0].config = dataclasses.replace(model[0].config, gw_scale="token")
+    schedule.step()
+    assert model[0].config == HotConfig.recipe("fast", gx_bits=4, gw_scale="token")
 
 
 def test_context() -> None:

@@ -84,4 +84,5 @@ class PrecisionSchedule:
     def _apply(self) -> None:
         bits = self.bits
         for module, config in self._layers:
-            module.config = config if bits is None else dataclasses.replace(config, gx_bits=bits)
+            gx_bits = config.gx_bits if bits is None else bits
+            module.config = dataclasses.replace(module.config, gx_bits=gx_bits)
