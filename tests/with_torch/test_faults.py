@@ -269,17 +269,17 @@ def test_nothing_of_a_failed_step_is_held(faults: Faults, seeded: None) -> None:
 
 @pytest.mark.long
 def test_steps_without_growth() -> None:
-    # Four of ten are given up: no backward, an exception after forward, in backward, in a context.
+    # Three of ten are given up: no backward, an exception after forward, in backward.
     # In a process of its own: what a thousand tests before it have left is freed at any time.
     code = (
         "import json, torch, torch_load\n"
         "torch.set_num_threads(1)\n"  # beside other work, threads wait for each other
-        "print(json.dumps(torch_load.growth('cpu', 1500)[0]))"
+        "print(json.dumps(torch_load.growth('cpu', 6000)[0]))"
     )
     tests = Path(torch_load.__file__).parent
     grown = json.loads(output_of("-c", code, folder=tests, timeout=300).splitlines()[-1])
-    assert grown["host"] < 16_000  # of malloc, whose smallest piece is 24 bytes
-    assert grown["objects"] < 300
+    assert grown["host"] < 12_000  # 600 steps of a kind, and 24 bytes are malloc's smallest piece
+    assert grown["objects"] < 500  # Python's own caches had 305 once
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals for threads")
