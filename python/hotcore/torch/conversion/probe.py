@@ -320,7 +320,7 @@ def _restore(buffer: Tensor, value: Tensor) -> None:
         with torch.inference_mode():
             buffer.copy_(value)
     else:
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffer):
+        with _compat.unwritten(buffer):
             buffer.copy_(value)
 
 
