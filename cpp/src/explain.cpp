@@ -5,7 +5,6 @@
 #include <array>
 #include <cstdio>
 #include <functional>
-#include <map>
 
 #include "checks.h"
 #include "cuda_device.h"
@@ -79,7 +78,15 @@ SavedX saved_shape(const LinearShape& shape, const BackwardLinearSpec& spec) {
 
 // Bytes of each buffer of a call, and operations of the product that writes it.
 struct Amounts {
-  std::map<Buffer, std::int64_t> bytes, operations;
+  class Values {
+   public:
+    std::int64_t& operator[](Buffer buffer) { return of_[static_cast<int>(buffer)]; }
+    std::int64_t operator[](Buffer buffer) const { return of_[static_cast<int>(buffer)]; }
+
+   private:
+    std::int64_t of_[buffer_count] = {};
+  };
+  Values bytes, operations;
 };
 
 std::int64_t size_of(const MatrixIn& x) { return x.rows * x.cols * element_bytes(x.dtype); }
@@ -216,7 +223,7 @@ struct Target {
   const NamedDevice* named;
 };
 
-void add_steps(Explanation& all, const char* call, const Plan& plan, Amounts amounts,
+void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& amounts,
                const NamedDevice* named) {
   for (const Step& step : plan) {
     ExplainedStep e;

@@ -637,7 +637,14 @@ TEST(Plan, what_cannot_be_explained_is_refused) {
   const std::int64_t large = std::int64_t{1} << 26;  // cubed: 2^78 multiplications
   expect([&] { hot::explain("sm_90", {large, large, large}, spec); }, "a product of at most 2^58");
   expect([&] { hot::explain_gemm("sm_90", large, large, large); }, "a product of at most 2^58");
-  EXPECT_NO_THROW(hot::explain_gemm("sm_90", large, large, 64));
+  EXPECT_NO_THROW(hot::explain_gemm("sm_90", large / 32, large / 32, 64));
+  for (const char* device : {"sm_80", "sm_90"}) {  // more tiles than 32 bits count
+    const char* const words = "expected at most 2^31 - 1 on CUDA";
+    expect([&] { hot::explain_gemm(device, large, large, 64); }, words);
+    expect([&] { hot::explain_gemm(device, large << 11, 16, 16); }, words);
+    expect([&] { hot::explain(device, {large << 11, 1024, 16}, spec); }, words);
+    expect([&] { hot::explain(device, {16, large << 11, 16}, spec); }, words);
+  }
   hot::ExplainOptions options;
   options.compress = options.gx = options.gw = options.gb = false;
   expect([&] { hot::explain("sm_90", shape, spec, options); }, "request no output");

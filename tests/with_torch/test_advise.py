@@ -79,13 +79,23 @@ def every() -> Any:
 # ---- what is tried, and what stays ----
 
 
+class Counting(torch.optim.AdamW):
+    """Keeps a count among its settings, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
 def test_the_optimizer_is_as_before(x: torch.Tensor) -> None:
     """And the model, of which test_measuring.py has the rest; its hooks run in all settings."""
     model = Net()
     calls: list[int] = []
     model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
     hooks = [module._forward_hooks for module in model.modules()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    groups = [dict(group) for group in optimizer.param_groups]
     optimizer.state[model.head.weight]["own"] = own = torch.ones(3)
     state = copy.deepcopy(model.state_dict())
     advise(model, x, allow=["default"], goal="time", step=optimizer.step)
@@ -93,6 +103,7 @@ def test_the_optimizer_is_as_before(x: torch.Tensor) -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert list(optimizer.state) == [model.head.weight]
     assert optimizer.state[model.head.weight] == {"own": own}
+    assert optimizer.param_groups == groups
 
 
 def test_steps_are_training_steps(x: torch.Tensor) -> None:

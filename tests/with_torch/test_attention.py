@@ -200,6 +200,8 @@ def test_bad_inputs() -> None:
     x = torch.randn(SAMPLES, TOKENS, WIDTH)
     refused(lambda: module(x, x, x, is_causal=True), "attn_mask: is_causal needs it", RuntimeError)
     refused(lambda: module(x[..., :32], x, x), "query: shape .*, 32.; expected .* 64")
+    for k, v in ((x, x[:, :3]), (x[:, :3], x), (x[:1], x[:1]), (x[0], x[0]), (x, x[0])):
+        refused(lambda k=k, v=v: module(x, k, v, need_weights=False), "key, value: shapes")
     with pytest.raises(ValueError, match=r"attn_mask: shape \[3, 3\]; expected \[24, 24\] or"):
         module(x, x, x, attn_mask=torch.zeros(3, 3))
     with pytest.raises(ValueError, match="attn_mask: torch.int64; expected bool"):

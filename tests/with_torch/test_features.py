@@ -295,6 +295,24 @@ class SharedInput(nn.Module):
         return self.q(x) * self.k(x) + self.v(x)
 
 
+@pytest.mark.parametrize("forward", ["plain", "int8"])
+def test_layers_of_one_x_in_two_precisions(forward: str) -> None:
+    """A layer outside of autocast keeps an x that fp16 cannot hold."""
+    layers = nn.ModuleList([nn.Linear(64, 48), nn.Linear(64, 48)])
+    hot.convert(layers, "accurate", lambda *_: True, forward=forward)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            layers[0](x)
+        with torch.autocast("cpu", enabled=False):
+            return layers[1](x)
+
+    x = 1e5 * torch.randn(128, 64)
+    y = torch.compile(run, backend="aot_eager")(x)
+    y.sum().backward()
+    assert torch.equal(y, run(x)) and layers[1].weight.grad.isfinite().all()
+
+
 HOW = [*((kind, "hot") for kind in KINDS), ("linear", "frozen"), ("conv1d", "frozen")]
 
 

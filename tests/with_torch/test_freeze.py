@@ -225,7 +225,8 @@ def test_eval_is_the_plain_layer(bits: int, forward: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         traced = torch.jit.trace(model, x)
-    assert torch.allclose(traced(x + 1), model(x + 1), atol=1e-5)
+        first = torch.jit.trace(frozen(forward, bits=bits).eval(), x)  # was never called
+    assert torch.allclose(traced(x + 1), model(x + 1), atol=1e-5) and first(x).isfinite().all()
     assert copy.deepcopy(model).double()(x.double()).dtype == torch.float64
 
 
@@ -535,8 +536,33 @@ def test_tied_weights_share_codes(bits: Any) -> None:
         model[1].weight.data += 1  # of one alone
     hot.thaw(other := copy.deepcopy(model))
     assert other[0].weight is other[1].weight
+    with pytest.warns(UserWarning, match="0, 1 had one weight, and not all of them are thawed"):
+        hot.thaw(copy.deepcopy(model)[1])
     hot.revert(model)
     assert type(model[0]) is nn.Linear and model[0].weight is model[1].weight
+
+
+def test_tied_weights_of_two_blocks_stay_one() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    hot.convert(model, config(), every, overrides={"1": {"forward_block": 16}})
+    hot.freeze_int8(model)
+    assert model[0].weight_codes is not model[1].weight_codes
+    hot.thaw(model)
+    assert model[0].weight is model[1].weight
+
+
+@both
+def test_frozen_and_thawed_in_inference_mode(bits: Any) -> None:
+    model = hot.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), config(), every)
+    x = torch.randn(9, 64, requires_grad=True)
+    with torch.inference_mode():
+        hot.freeze(model, bits)
+    model(x).sum().backward()
+    with torch.inference_mode():
+        hot.thaw(model)
+    model(x).sum().backward()
+    assert not model[0].weight.is_inference()
 
 
 def test_refused() -> None:
@@ -679,6 +705,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "transposed": lambda w: w.t().__setitem__(0, 1.0),
     "rows": lambda w: [row.zero_() for row in w],
     "unbind": lambda w: torch.unbind(w)[1].zero_(),
+    "apply": lambda w: w.apply_(lambda value: 0.0),
+    "map": lambda w: w.map_(torch.zeros(96, 72), lambda a, b: 0.0),
     "dlpack": lambda w: torch.from_dlpack(w).zero_(),
     "numpy's dlpack": lambda w: np.from_dlpack(w),
     "storage": lambda w: w.untyped_storage().fill_(0),
@@ -913,6 +941,9 @@ def test_assigning_data_thaws(bits: int) -> None:
     assert type(model.up) is hot.HotLinear and id(model.up) == ids
     assert torch.equal(model.up.weight, before + 1) and model.up.weight.dtype == torch.bfloat16
     assert not model.up.weight.requires_grad
+    with pytest.warns(UserWarning, match="frozen in codes have been written"):
+        model.down.weight *= 2
+    hot.freeze(model, bits, lambda _, fqn: fqn == "down")
     assert [name for name, _ in model.up.named_parameters()] == ["weight", "bias"]
     with pytest.raises(ValueError, match=r"weight: shape \(2, 2\); expected \(64, 96\)"):
         model.down.weight.data = torch.zeros(2, 2)
@@ -1059,6 +1090,8 @@ def test_wrong_state_dicts(bits: int) -> None:
     assert torch.equal(model.up.weight_codes, before)
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up.more"'):
         model.load_state_dict({**state, "up.more": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up.weight"'):
+        model.load_state_dict({**saved(model, True), "up.weight": state["up.weight"]})
     del state["up.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
         model.load_state_dict(state)

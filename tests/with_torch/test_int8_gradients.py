@@ -136,6 +136,11 @@ def weights(rank: int, device: str) -> None:
                 dist.all_gather(everywhere, got.contiguous())
                 assert torch.equal(*everywhere)
         assert all(torch.equal(plans.whole(p), kept[n]) for n, p in model.named_parameters())
+    model, x = model_of(rank)
+    fully_shard([model[3], model[0]], mesh=mesh)  # one group, in this order
+    fully_shard(model, mesh=mesh)
+    assert str(hot.int8_weights(model)).startswith("FSDP2: weights of 2 groups travel in INT8")
+    assert plans.error(gradients(model, x), exact()) < 0.05
     mixed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
     mixed[1].requires_grad_(False)
     fully_shard(mixed, mesh=mesh)

@@ -1,5 +1,6 @@
 """memory_report: counts the bytes that autograd keeps, and changes nothing."""
 
+import copy
 import gc
 import json
 import weakref
@@ -77,6 +78,42 @@ def test_converted_model(x: torch.Tensor) -> None:
     assert list(model.modules()) == modules
     assert by_name(report) == by_name(plain)
     assert report.changes == "as converted"
+
+
+class Odd(nn.Module):
+    """Buffers that are expanded, of inference mode or alive in a graph; TorchScript; a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, UP), nn.Linear(UP, WIDTH)
+        self.act = torch.jit.script(nn.ReLU())
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mask", torch.ones(1, WIDTH).expand(8, WIDTH))
+        self.register_buffer("scale", torch.full([WIDTH], 2.0))
+        with torch.inference_mode():
+            self.register_buffer("count", torch.zeros(3))
+        self.adjacent = torch.eye(BATCH).to_sparse()
+        self.head = hot.LinearCrossEntropy(WIDTH, 7, config="accurate")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sparse.mm(self.adjacent, self.down(self.act(self.up(x))))
+        y = self.batch_norm(x) * self.mask[:1] * self.scale
+        return self.head(y, torch.zeros(BATCH, dtype=torch.long))
+
+
+def test_state_of_every_kind_is_restored(x: torch.Tensor) -> None:
+    """A plain model is converted for the report, although its head has a configuration."""
+    model = Odd()
+    model(x).backward()
+    loss = model(x)
+    grad, state = model.up.weight.grad, copy.deepcopy(model.state_dict())
+    report = hot.memory_report(model, x, filter_fn=lambda *_: True)
+    assert "convert(" in report.changes and report.after < report.before
+    hot.convert(model, filter_fn=lambda *_: True, inputs=x)
+    assert model.up.weight.grad is grad
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    loss.backward()  # no buffer was written
+    hot.revert(model)
 
 
 def test_inputs_and_losses(x: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ struct Workspace {
 /// for example, spin after their last task and would occupy the cores. `run` calls work(data) on up
 /// to `threads` threads at the same time and returns when all calls have returned. Fewer calls are
 /// slower but correct, even none. work neither throws nor waits. Several threads may be in `run` at
-/// once. After a fork, the child process does not use the executor.
+/// once. Each needs a stack of 1 MB. After a fork, the child process does not use the executor.
 struct Executor {
   using Work = void (*)(void* data);
   void (*run)(void* state, int threads, Work work, void* data) = nullptr;

@@ -180,9 +180,9 @@ HOT_API hot_status hot_spec_recipe(const char* name, hot_spec* spec);
 
 /* Set and get a field by its name in hotcore.HotConfig. Values are text: a number, "true" or
  * "false", a choice such as "stochastic", or "height,width" for token_grid ("" for none). Set
- * refuses invalid values, and "rows", which is an array of the caller. The calls that take the spec
- * check combinations of fields. Get writes at most `bytes` bytes with the final 0; 256 bytes are
- * enough for every field. */
+ * refuses texts of another type, and "rows", which is an array of the caller. The calls that take
+ * the spec check ranges and combinations. Get writes at most `bytes` bytes with the final 0; 256
+ * bytes are enough for every field. */
 HOT_API hot_status hot_spec_set(hot_spec* spec, const char* field, const char* text);
 HOT_API hot_status hot_spec_get(const hot_spec* spec, const char* field, char* text, size_t bytes);
 

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
+#include <limits>
 #include <new>
 #include <string>
 #include <utility>
@@ -203,8 +204,12 @@ class SavedBuffer {
   void compress(const Context& context, const ConstTensorView& x, const BackwardLinearSpec& spec,
                 ScratchBuffer& scratch) {
     const int dims = std::clamp(x.ndim, 0, max_dims);  // compress_activation refuses others
+    constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();  // is refused
     std::int64_t tokens = 1;
-    for (int d = 0; d + 1 < dims; ++d) tokens *= x.shape[d];
+    for (int d = 0; d + 1 < dims; ++d) {
+      const std::int64_t size = std::max<std::int64_t>(x.shape[d], 0);
+      tokens = size > 0 && tokens > most / size ? most : tokens * size;
+    }
     const std::int64_t in_features = dims > 0 ? x.shape[dims - 1] : 0;
     const SavedLayout layout = saved_layout(tokens, in_features, spec);
     saved_ = {};

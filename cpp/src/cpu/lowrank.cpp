@@ -116,7 +116,8 @@ class Strip {
       }
     }
     simd_.fwht_strip(to, p_.rank);
-    for (int i = 1; i < p_.rank && p_.sketch_weight != 1.0F; ++i) {
+    if (p_.sketch_weight == 1.0F) return;
+    for (int i = 1; i < p_.rank; ++i) {
       simd_.scale_row(to + i * strip_columns, p_.sketch_weight);
     }
   }

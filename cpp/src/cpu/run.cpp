@@ -23,11 +23,12 @@ bool can_find_columns(const Operand& rows, const Operand& columns) {
          !p.equalized && columns.x.cols <= QuantizeRows::most_found;
 }
 
-std::size_t take_memory(const Context& context, Work& work, void* memory) {
+std::size_t take_memory(const CpuBackend& backend, const Context& context, Work& work,
+                        void* memory) {
   ScratchSizes sizes;
   for (int i = 0; i < 2; ++i) {
     const GemmArgs& args = work.products[i].args;
-    sizes.product[i] = cpu_backend().gemm_workspace(context, args.m, args.n, args.k);
+    sizes.product[i] = backend.gemm_workspace(context, args.m, args.n, args.k);
   }
   return take_scratch(work, memory, sizes);
 }
@@ -35,7 +36,7 @@ std::size_t take_memory(const Context& context, Work& work, void* memory) {
 }  // namespace
 
 std::size_t CpuBackend::workspace(const Context& context, Work& work) const {
-  return take_memory(context, work, nullptr);
+  return take_memory(*this, context, work, nullptr);
 }
 
 // Runs four phases. Phase 1 reads the matrices. Phase 2 writes codes that need the largest values
@@ -43,7 +44,7 @@ std::size_t CpuBackend::workspace(const Context& context, Work& work) const {
 // A phase starts its longest tasks first: a long task at the end makes the other threads wait.
 void CpuBackend::run(const Context& context, Work& work, const Checker& check,
                      const Workspace& memory) const {
-  check.workspace(memory, take_memory(context, work, memory.data));
+  check.workspace(memory, take_memory(*this, context, work, memory.data));
   Quantisers sources[3];  // by Source
   std::optional<RequantizeGroups> groups;
   std::optional<Product> products[2];

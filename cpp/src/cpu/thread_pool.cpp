@@ -174,9 +174,9 @@ ThreadPool::ThreadPool(int threads, const Executor& executor)
 
 ThreadPool::~ThreadPool() {
   if (state_->owner != getpid()) {
-    // In a forked child the threads do not exist, and joining them would never return.
-    for (std::thread& thread : state_->threads) thread.detach();
-    static_cast<void>(state_.release());  // leaked: vanished threads may hold its locks
+    // In a forked child the threads do not exist: a join would never return, and their handles may
+    // be those of the child's own threads. Vanished threads may hold the locks.
+    static_cast<void>(state_.release());  // leaked
     return;
   }
   state_->join();

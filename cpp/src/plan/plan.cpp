@@ -1,9 +1,12 @@
 // Members of Plan, names and features, properties of arrays, the plan of a whole call.
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <limits>
 #include <new>
 #include <type_traits>
 
+#include "checks.h"
 #include "hot/error.h"
 #include "plan/steps.h"
 
@@ -207,9 +210,30 @@ ProductShape product_shape(const GemmArgs& args) {
 
 // ---- a whole call ------------------------------------------------------------------------------
 
+void check_counts(const char* call, std::initializer_list<std::int64_t> counts) {
+  for (const std::int64_t count : counts) {
+    if (count > std::numeric_limits<std::int32_t>::max()) {
+      invalid(call, "a size is ", count,
+              "; expected at most 2^31 - 1 on CUDA, and results of at most 2^43 elements");
+    }
+  }
+}
+
+void check_counts(const char* call, std::int64_t m, std::int64_t n, std::int64_t k) {
+  check_counts(call, {m, n, k});
+  check_counts(call, {m * n / (64 * 64)});  // tiles
+}
+
 // All operands are quantised before the products. Then g_y is read again while the L2 cache may
 // still hold it, and kernels overlap.
 Plan plan_of(const DeviceFacts& facts, const Work& work) {
+  for (const Operand& operand : work.operands) {
+    check_counts(work.call, {operand.x.rows, operand.x.cols, operand.out.k_padded});
+  }
+  check_counts(work.call, {work.sum.x.rows, work.sum.x.cols});
+  for (const WorkProduct& product : work.products) {
+    check_counts(work.call, product.args.m, product.args.n, product.args.k);
+  }
   Plan plan;
   const bool summed = add_operands(plan, facts, work);
   if (work.widens()) {

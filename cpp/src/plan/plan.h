@@ -491,6 +491,9 @@ struct ProductShape {
 ProductShape product_shape(const GemmArgs&);
 // Input of the choice of a tile. `shape.k` counts values, also for packed INT4.
 MmaProduct mma_product(const ProductShape& shape, bool int4);
+// Steps count rows, columns and tiles in 32 bits. Throws std::invalid_argument for more.
+void check_counts(const char* call, std::initializer_list<std::int64_t> counts);
+void check_counts(const char* call, std::int64_t m, std::int64_t n, std::int64_t k);
 Plan plan_gemm(const DeviceFacts&, const ProductShape&);
 // Plan for packed INT4 operands. `shape` describes the unpacked operands.
 Plan plan_gemm_int4(const DeviceFacts&, const ProductShape&, bool packed_aligned);

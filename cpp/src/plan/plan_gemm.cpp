@@ -363,6 +363,7 @@ void add_products(Plan& plan, const DeviceFacts& facts, const Work& work) {
 
 Plan plan_gemm(const DeviceFacts& facts, const ProductShape& shape) {
   Plan plan;
+  check_counts("gemm_int8", shape.m, shape.n, shape.k);
   add_product(plan, facts, shape, 0, product_buffers);
   return plan;
 }
@@ -370,6 +371,7 @@ Plan plan_gemm(const DeviceFacts& facts, const ProductShape& shape) {
 Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool packed_aligned) {
   Plan plan;
   const std::int64_t m = shape.m, n = shape.n, k = shape.k;
+  check_counts("gemm_int4", m, n, k);
   if (m == 0 || n == 0) return plan;
   const Reason why = !facts.int4_units ? Reason{"no INT4 units at full speed on sm_%n", facts.arch}
                      : !packed_aligned

@@ -28,6 +28,7 @@ from ..torch.conversion.probe import Call, gradients_seen, loss_of, preserve_sta
 from ..torch.conversion.report import aligned, listed
 from ..torch.conversion.selection import Filter, products_of
 from ..torch.frozen.bitsandbytes import is_8bit
+from ..torch.layers.modules import HotModule
 from ..torch.ops.conv import settings, visited
 from ..torch.tools.noise import power
 
@@ -258,7 +259,7 @@ def _layers(
 ) -> list[str]:
     """Return the names of the converted layers, or of the layers that convert takes."""
     modules = dict(model.named_modules())
-    names = [n for n, m in modules.items() if isinstance(getattr(m, "config", None), HotConfig)]
+    names = [n for n, m in modules.items() if isinstance(m, HotModule)]
     reason: object = "the converted layers quantise no g_y, or are not measured"
     if not names:
         reason = report = decide(model, config, filter_fn, slower=slower).report

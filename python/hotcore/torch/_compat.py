@@ -143,6 +143,12 @@ def traces_parameters() -> bool:
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
+def unwritten(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Context whose writes to a tensor do not count: graphs that keep it stay valid."""
+    guard: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    return cast(AbstractContextManager[Any], guard(tensor))
+
+
 def memory_budget(budget: float) -> AbstractContextManager[Any]:
     """Set torch's ``activation_memory_budget`` for compilations inside."""
     config: Any = importlib.import_module("torch._functorch.config")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from .. import _compat, ops
@@ -75,6 +75,7 @@ def freeze_int8(
     return freeze(model, 8, filter_fn, save_codes=save_codes, convrot=convrot, progress=progress)
 
 
+@torch.inference_mode(False)  # whose tensors no training can take
 def freeze(
     model: nn.Module,
     bits: Literal[8, 4] = 4,
@@ -188,7 +189,9 @@ class Freezing:
         """Numbers of the layers' weights, which tied ones share."""
         self.codes: dict[Any, nn.Parameter] = {}
         """Codes that layers have, by :meth:`key`."""
-        self._uses = collections.Counter(self.owners.values())
+        self._users: dict[int, list[str]] = {}
+        for fqn, owner in self.owners.items():
+            self._users.setdefault(owner, []).append(fqn)
         self._before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
 
     def key(self, fqn: str) -> tuple[int, int, bool]:
@@ -233,8 +236,9 @@ class Freezing:
     def freeze(self, fqn: str, codes: nn.Parameter, measured: bool = False) -> None:
         """Replace the weight of a layer by its codes."""
         self.codes[self.key(fqn)] = codes
-        fields = {"weight_bits": self.bits, "weight_measured": measured}
-        fields |= {"save_codes": self.save_codes, "weight_tied": self._uses[self.owners[fqn]] > 1}
+        fields: dict[str, Any] = {"weight_bits": self.bits, "weight_measured": measured}
+        users = self._users[self.owners[fqn]]
+        fields |= {"save_codes": self.save_codes, "weight_tied": users if len(users) > 1 else []}
         self.classes[fqn].freeze(self.layers[fqn], codes, **fields)
 
     def report(self, sizes: str = "weights") -> None:

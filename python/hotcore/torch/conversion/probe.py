@@ -62,6 +62,8 @@ def _hooked(
     """Call ``enter`` before and ``leave`` after each module's forward, until the result closes."""
     with ExitStack() as stack:
         for name, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks
             before, after = partial(enter, name), partial(leave, name)
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             hook = module.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -77,17 +79,18 @@ def kept_for_backward(
     A storage counts in full for the innermost of ``modules`` that keeps it first, or for ``""``.
     Storages of ``besides`` do not count.
     """
-    counted = {tensor.untyped_storage()._cdata for tensor in besides}
+    counted = {part._cdata for tensor in besides for part in _storages(tensor)}
     alive: list[Tensor] = []  # no storage's key is used again
     inside, sizes = [""], dict[str, int]()
 
     def pack(tensor: Tensor) -> Tensor:
         # Detached: an output would keep its own graph alive, because no backward pass frees it.
-        tensor, storage = tensor.detach(), tensor.untyped_storage()
-        if storage._cdata not in counted:
-            counted.add(storage._cdata)
-            alive.append(tensor)
-            sizes[inside[-1]] = sizes.get(inside[-1], 0) + storage.nbytes()
+        tensor = tensor.detach()
+        for storage in _storages(tensor):
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                alive.append(tensor)
+                sizes[inside[-1]] = sizes.get(inside[-1], 0) + storage.nbytes()
         return tensor
 
     def leave(*_: Any) -> None:
@@ -97,6 +100,19 @@ def kept_for_backward(
     with _hooked(modules, lambda name, *_: inside.append(name), leave), hooks:
         forward()
     return sizes
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Memory of a tensor; a sparse one's indices and values have their own."""
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        parts = [tensor]
+    return [part.untyped_storage() for part in parts]
 
 
 class Watch(TorchFunctionMode):
@@ -149,7 +165,7 @@ def macs(layer: nn.Module, output: Tensor) -> int:
         values = [p.numel() for p in weights if p is not None and p.dim() == 2]
         return output.numel() // int(layer.embed_dim) * sum(values)
     weight = layer.weight if isinstance(layer, FrozenModule) else layer._parameters.get("weight")
-    if weight is None or not weight.numel():
+    if weight is None or not weight.numel() or not output.dim():  # no dims: a head's loss
         return 0
     outs = layer.out_channels if isinstance(layer, nn.Conv2d) else output.shape[-1]
     assert isinstance(outs, int)
@@ -267,7 +283,9 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     Inside, no parameter has a .grad, and hooks on accumulated gradients (an optimizer in backward)
     do not run.
     """
-    modules, grads = list(model.modules()), [(p, p.grad) for p in model.parameters()]
+    scripted = torch.jit.ScriptModule  # its tables belong to TorchScript
+    modules = [m for m in model.modules() if not isinstance(m, scripted)]
+    grads = [(p, p.grad) for p in model.parameters()]
     hooks = [_compat.post_accumulate_hooks(parameter) for parameter, _ in grads]
     tables: list[dict[Any, Any]] = list(hooks)
     for module in modules:
@@ -275,24 +293,35 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     contents = [(table, dict(table)) for table in tables]
     classes = [(m, type(m)) for m in modules]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    with torch.random.fork_rng({p.device for p, _ in grads if p.is_cuda}):
-        try:
-            for parameter, _ in grads:
-                parameter.grad = None
-            for table in hooks:
-                table.clear()  # in place, because handles remove from it
-            yield
-        finally:
-            for table, content in contents:  # undoes self.buffer = self.buffer + 1
-                table.clear()
-                table.update(content)
-            for module, kind in classes:
-                module.__class__ = kind
-            for parameter, grad in grads:
-                parameter.grad = grad
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+    with torch.random.fork_rng({p.device for p, _ in grads if p.is_cuda}), ExitStack() as stack:
+        for buffer, value in buffers:  # last, and each whatever happens to the others
+            stack.callback(_restore, buffer, value)
+        for parameter, grad in grads:
+            stack.callback(setattr, parameter, "grad", grad)
+            parameter.grad = None
+        for module, kind in classes:
+            stack.callback(setattr, module, "__class__", kind)
+        for table, content in contents:  # undoes self.buffer = self.buffer + 1
+            stack.callback(table.update, content)
+            stack.callback(table.clear)
+        for table in hooks:
+            table.clear()  # in place, because handles remove from it
+        yield
+
+
+@torch.no_grad()
+def _restore(buffer: Tensor, value: Tensor) -> None:
+    """Write a value back into a buffer; graphs made before are valid again."""
+    if buffer.layout is torch.strided:
+        for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+            if stride == 0 and size > 1:  # expanded: one element stands for all
+                buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    if buffer.is_inference():
+        with torch.inference_mode():
+            buffer.copy_(value)
+    else:
+        with _compat.unwritten(buffer):
+            buffer.copy_(value)
 
 
 # ---- sizes of the features of x ----

@@ -41,7 +41,7 @@ class Int8Exchange(NamedTuple):
 
 
 def fsdp_modules(model: nn.Module, caller: str, method: str) -> list[Any]:
-    """Modules of ``model`` that ``fully_shard`` was called on.
+    """Modules of ``model`` that ``fully_shard`` was called on, one of each call.
 
     Raises:
         TypeError: there is none.
@@ -49,7 +49,9 @@ def fsdp_modules(model: nn.Module, caller: str, method: str) -> list[Any]:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    groups: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    # Modules that fully_shard took as a list are one group.
+    groups = list({id(module._get_fsdp_state()): module for module in modules}.values())
     if not groups:
         wrapped = "a DistributedDataParallel or " * (caller == "int8_gradients")
         raise TypeError(

@@ -35,7 +35,9 @@ def int8_weights(model: nn.Module) -> codes.Int8Exchange:
     """
     groups = codes.fsdp_modules(model, "int8_weights", "set_custom_all_gather")
     for group in groups:
-        group.set_custom_all_gather(_AllGather([p.shape for p in _managed(group, set())]))
+        seen: set[Any] = set()
+        together = [p for m in group._get_fsdp_state()._modules for p in _managed(m, seen)]
+        group.set_custom_all_gather(_AllGather([p.shape for p in together]))
     return codes.Int8Exchange("FSDP2", len(groups), "weights")
 
 
@@ -120,7 +122,7 @@ class _AllGather(codes.Allocates):
         if end != values.numel():
             raise NotImplementedError(
                 f"int8_weights: expected {end} values of a process's part, got {values.numel()}; "
-                "tensor parallel weights, and rows that the processes of "
+                "tensor parallel weights, ignored_params, and rows that the processes of "
                 "fully_shard(reshard_after_forward=n) do not divide, are not supported"
             )
         return runs

@@ -8,7 +8,7 @@ Parameter, ``weight_codes``, holds them with their format and checksum
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -181,7 +181,7 @@ class FrozenWeight(ReadOnly):
             weight = self._layer.weight
         elif weight.data_ptr() != values.data_ptr():
             weight.data = values.to(weight.dtype)
-        return weight.data
+        return weight
 
     def _thawed(self) -> Tensor | None:
         """The plain weight of a layer that is not frozen any more."""
@@ -201,8 +201,9 @@ class FrozenWeight(ReadOnly):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-_EXPORTS = ("__dlpack__", "share_memory_", "untyped_storage", "storage", "data_ptr", "set_")
-"""Functions that give access to memory, which other code may then write."""
+_EXPORTS = ("__dlpack__", "share_memory_", "untyped_storage", "storage", "data_ptr", "set_",
+            "apply_", "map_", "map2_")  # fmt: skip
+"""Functions that give access to memory, which other code may then write, or write unseen."""
 
 
 def _assign(func: Any, weight: ReadOnly, value: Any) -> None:
@@ -271,8 +272,9 @@ class FrozenModule(HotModule, nn.Module):
     """Output features O and input features I."""
     save_codes: bool
     """Whether ``state_dict`` has codes instead of the dequantised weight."""
-    weight_tied: bool
-    """Whether another frozen layer has the same codes."""
+    weight_tied: list[str]
+    """Names of the layers that had this weight when it was frozen, one object for all of them;
+    empty if the layer had it alone."""
     weight_bits: int
     """8 or 4."""
     weight_measured: bool
@@ -393,6 +395,8 @@ class FrozenModule(HotModule, nn.Module):
         exponents = self._exponents(codes).clone()
         if not (codes.is_meta or frozen_codes.intact(codes, self._body_bytes)):
             exponents.zero_()  # to_empty's codes have no values
+        elif codes is self.weight_codes:
+            frozen_codes.remember(codes, exponents)  # the first call may be a trace
         self.register_buffer("weight_exponents", exponents, persistent=False)
 
     def _exponents(self, codes: Tensor) -> Tensor:
@@ -508,9 +512,8 @@ class FrozenModule(HotModule, nn.Module):
 
     def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
-        weight = state.pop(prefix + "weight", None)
         codes: Tensor | None = state.get(prefix + _CODES)
-        if codes is not None:
+        if codes is not None:  # a weight beside them is an unexpected key
             if codes.dtype != torch.uint8:
                 raise ValueError(f"codes of dtype {codes.dtype}; expected torch.uint8")
             if not self._fits(codes):
@@ -519,6 +522,7 @@ class FrozenModule(HotModule, nn.Module):
                 body(self._as_frozen(codes), check=True)
             aligned = codes.is_meta or codes.data_ptr() % ALIGNMENT == 0
             return codes if aligned or not assign else codes.clone()
+        weight = state.pop(prefix + "weight", None)
         if weight is None:
             return None
         if (shape := tuple(weight.shape)) != self.weight_shape:
@@ -571,18 +575,32 @@ class FrozenModule(HotModule, nn.Module):
 
 
 def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Parameter]:
-    """A plain weight for each layer; the same codes make the same one. Errors name the layer."""
-    by_codes: dict[int, nn.Parameter] = {}
+    """A plain weight for each layer; layers that had one weight get one. Errors name the layer.
+
+    Warns if only some of the layers that had one weight are among ``layers``.
+    """
+    by_owner: dict[int, nn.Parameter] = {}
+    ties = Counter[int]()
     weights = {}
     for layer in layers:
-        codes = id(layer.weight_codes)
+        tied = layer.weight_tied
+        owner = id(tied or layer.weight_codes)
+        ties[owner] += 1
         try:
-            if codes not in by_codes:
-                by_codes[codes] = layer.plain_weight()
-            weights[layer] = by_codes[codes]
+            if owner not in by_owner:
+                with torch.inference_mode(False):  # whose tensors no training can take
+                    by_owner[owner] = layer.plain_weight()
+            weights[layer] = by_owner[owner]
         except (ValueError, RuntimeError) as error:
             layer.prefix_layer_name(error)
             raise
+    apart = [names for x in weights if ties[id(names := x.weight_tied)] < len(names)]
+    if apart:
+        warnings.warn(
+            f"hotcore.torch: {', '.join(apart[0])} had one weight, and not all of them are thawed; "
+            "those that are have one of their own now",
+            stacklevel=3,
+        )
     return weights
 
 

@@ -56,6 +56,12 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         batched = query.dim() == 3
         # The projections take either order of samples and tokens.
         samples, tokens = (0, 1) if self.batch_first or not batched else (1, 0)
+        alike = key.dim() == query.dim() and key.shape[:-1] == value.shape[:-1]
+        if not alike or (batched and key.shape[samples] != query.shape[samples]):
+            raise ValueError(
+                f"key, value: shapes {list(key.shape)} and {list(value.shape)}; expected as many "
+                f"tokens in both, and the samples of query {list(query.shape)}"
+            )
         if not batched:  # tensors that are the same stay so
             v = value.unsqueeze(0)
             k = v if key is value else key.unsqueeze(0)

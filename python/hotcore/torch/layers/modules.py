@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -313,7 +314,8 @@ def held_forwards(model: nn.Module) -> dict[nn.Module, str]:
 def _bound_forwards(model: nn.Module) -> list[Any]:
     layers = list(model.modules())
     # One pass over the collector's objects, in C. Its time grows with the number of functions.
-    functions = {type(layer).forward for layer in layers}
+    classes = {type(layer) for layer in layers if not isinstance(layer, torch.jit.ScriptModule)}
+    functions = {cls.forward for cls in classes}
     methods = [r for r in gc.get_referrers(*functions) if type(r) is types.MethodType]
     known = {id(layer): layer for layer in layers}
     pairs = [(method, known.get(id(method.__self__))) for method in methods]

@@ -176,7 +176,7 @@ def seed_alone(x: Tensor) -> Pair:
 def kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
     """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
     make = functools.partial(compress_with_seed, config=config) if codes else seed_alone
-    return once(x, (config, codes), lambda: make(inner.detach()))
+    return once(x, (config, codes, inner.dtype), lambda: make(inner.detach()))
 
 
 # ---- an x for 8-bit products ----
@@ -233,7 +233,8 @@ def input_of(
     (:func:`hotcore.torch.keep_codes`) would keep the other form, of a byte a value, with them.
     """
     if keep and not _compat.in_selective_checkpoint():
-        return once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
+        forms = (config, "both", inner.dtype)
+        return once(x, forms, lambda: quantize_input(inner.detach(), config))
     saved, seed = kept_of(x, inner, config, keep)
     same = None if exponents is None else WeakIdRef(exponents)
     key = (parsed(config).forward_block, inner.dtype, same)

@@ -67,7 +67,7 @@ def has_products(pointwise: bool, config: HotConfig, cuda: bool) -> bool:
     """Whether HOT, and not torch, computes the products of backward: for 1x1 kernels only.
 
     CUDA needs a low rank, too. At full rank torch's products are faster there, over so many pixels
-    of so few channels, and g_x is exact: docs/results/speed.md, "Number of features".
+    of so few channels, and g_x is exact: docs/torch/convolution.md.
     """
     return pointwise and (not cuda or config.basis != "full")
 

@@ -126,7 +126,7 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
     """
     if _known(codes, exponents) or _captured(codes):
         return
-    codes._hot_seen = known = None  # what C++ knows of them is forgotten first
+    codes._hot_seen = None  # what C++ knows of them is forgotten first
     if not (codes.is_meta or isinstance(codes, _compat.SYMBOLIC)):
         if not intact(codes, size):
             raise RuntimeError(_WRITTEN)
@@ -134,6 +134,13 @@ def check(codes: Any, size: int, exponents: Tensor | None = None) -> None:
             held = exponents_of(codes[:size], exponents.numel())
             if not torch.equal(held, exponents):
                 raise RuntimeError(_OTHERS)
+    remember(codes, exponents)
+
+
+def remember(codes: Any, exponents: Tensor | None) -> None:
+    """Let :func:`check` take guarded codes that were found intact, until they change."""
+    known = None
+    if not (codes.is_meta or isinstance(codes, _compat.SYMBOLIC)):
         known = _known_to_cpp(codes, exponents)
     codes._hot_seen = (version(codes), codes.data_ptr(), exponents, known)
 

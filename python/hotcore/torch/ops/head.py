@@ -198,7 +198,8 @@ def differentiate(
     """
     losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
     at_target = torch.empty_like(losses)
-    if (kernels := _kernels() if logits.is_cuda else None) is not None:
+    kernels = _kernels() if logits.is_cuda else None
+    if kernels is not None:
         kernels.rows(logits, vocab, target, losses, at_target, *options[:3], gradient)
         return losses, at_target
     step = max(1, _BLOCK_VALUES // vocab)
@@ -353,8 +354,9 @@ class _HotProducts(_Products):
             share = torch.empty(x.shape, dtype=torch.float32, device=x.device) if gx else None
             outputs = (share, None if gw is None else gw[part], None)
             keys = (saved_key, self._key())
-            about = (width, self.config, keys, outputs, not first, quantized)
-            linear.backward(gy[:, part], None, saved, *about)
+            linear.backward(
+                gy[:, part], None, saved, width, self.config, keys, outputs, not first, quantized
+            )
             out = share if out is None or share is None else out.add_(share)
         if gw is not None:
             gw.index_add_(0, target, at * x)

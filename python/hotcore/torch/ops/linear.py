@@ -415,7 +415,7 @@ def _backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
 )
 def _backward_linear(
     gy: Tensor, weight: Any, saved: Any, saved_seed: Any, seed: Any, config: str, *rest: Any
-) -> Any:
+) -> tuple[Tensor, ...]:
     in_features, dtypes, whole = rest[0], dtypes_of(rest[1]), _whole(weight, rest[2:])
     gx, gw, gb = outputs = new_gradients(gy, (gy.shape[0], in_features), dtypes)
     if seed is not None:

@@ -503,6 +503,7 @@ def _restored(model: nn.Module, step: Step | None) -> Iterator[None]:
     optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
     if optimizer is not None:
         state, optimizer.state = optimizer.state, collections.defaultdict(dict)
+        groups = [(group, dict(group)) for group in optimizer.param_groups]
     try:
         yield
     finally:
@@ -512,6 +513,9 @@ def _restored(model: nn.Module, step: Step | None) -> Iterator[None]:
         torch.clear_autocast_cache()  # it holds casts of the other weights
         if optimizer is not None:
             optimizer.state = state
+            for group, values in groups:
+                group.clear()
+                group.update(values)
 
 
 def _excess_load() -> str:

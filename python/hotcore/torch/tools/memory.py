@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...config import ConfigLike, HotConfig, as_config
+from ...config import ConfigLike, as_config
 from ..conversion.convert import convert, revert
 from ..conversion.probe import LossFn, check_training, kept_for_backward, loss_of, preserve_state
 from ..conversion.report import aligned
 from ..conversion.selection import Filter
+from ..layers.modules import HotModule
 from .clocks import allocator_peak, whole
 
 _MIB = 2**20
@@ -119,7 +120,7 @@ def memory_report(
     Source: docs/torch/memory.md.
     """
     check_training(model, "memory_report")
-    converted = any(isinstance(getattr(m, "config", None), HotConfig) for m in model.modules())
+    converted = any(isinstance(m, HotModule) for m in model.modules())
     if not converted and config is None:
         raise ValueError("config: None, and the model is plain: there is nothing to compare with")
     changes = "as converted"

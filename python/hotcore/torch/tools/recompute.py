@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,7 +26,16 @@ class Recomputed:
         self._undo = ExitStack()
 
     def remove(self) -> None:
-        """Restore the blocks. A second call does nothing."""
+        """Restore the blocks. A second call does nothing.
+
+        Raises ValueError if something replaced a block's forward; nothing has changed then.
+        """
+        for block in self.blocks:
+            if not isinstance(OwnForward.of(block), _Checkpointed):
+                kind = type(block).__name__
+                raise ValueError(
+                    f"blocks: the forward of {kind} was replaced since; undo that first"
+                )
         self._undo.close()
         self.blocks = []
 
@@ -121,7 +130,9 @@ class _Checkpointed(OwnForward):
 
     origin = "hot.recompute was called before; handle.remove(), then this call, then recompute"
 
-    def __init__(self, block: nn.Module, forward: Any, options: Any, defer: bool) -> None:
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], options: Any, defer: bool
+    ) -> None:
         self.block, self.forward, self.options, self.defer = block, forward, options, defer
         try:
             self.names = tuple(inspect.signature(forward).parameters)
