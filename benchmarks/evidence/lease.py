@@ -47,7 +47,10 @@ SHARES = {
             ("resnet18", 256, 15), ("vit-s", 256, 30), ("efficientformer", 128, 10)
         )
     },
-    "several-8b": {f"{SEVERAL} 4 --model llama_8b": "several"},
+    "several-8b": {
+        f"{SEVERAL} 4 --model llama_8b --contenders bf16 'FP8 tensorwise' 'default int8-forward'":
+        "several"
+    },
     "several-vit": {
         f"{SEVERAL} 2 --model vit_l --each 128 --images {CIFAR} {part}": "several"
         for part in ("--part losses --seeds 0 1 2", "--part resume one")

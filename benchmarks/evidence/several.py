@@ -4,7 +4,7 @@
     python -m benchmarks.evidence.several --device cuda --gpus 4 --model vit_l    # DDP
     python -m benchmarks.evidence.several --device cuda --gpus 4 --model gpt_10m    # DDP
     python -m benchmarks.evidence.several --device cuda --gpus 4 --model gpt_91m    # FSDP2
-    python -m benchmarks.evidence.several --quick    # toy, two processes on the CPU
+    python -m benchmarks.evidence.several --quick --json FILE    # toy, two processes on the CPU
 
 Parts: ``losses`` trains the whole model. ``resume`` cuts a run of ``SHORT`` steps at its half and
 goes on in new processes by torch.distributed.checkpoint, with deterministic algorithms. ``one``
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import tempfile
 import time
@@ -300,18 +301,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = Run(contender=name, steps=steps, seed=seed, **shared)
         key = f"{args.model}/{args.gpus}/{part}/{name}/{seed}"
         jobs[key] = functools.partial(row_of, part, run)
-    settings: Row = {"steps": STEPS, "each": bench_fsdp.EACH | {args.model: args.each}}
     benchmark = f"wire-{gpt}" if gpt else "several"
+    path = args.json = args.json or timing.RESULTS / f"{args.device}-{benchmark}.json"
     if gpt:
         begun = time.perf_counter()
-        settings = {
+        settings: Row = {
             "steps": steps,
             "size": asdict(run.gpt),
             "text": run.text().facts(run.gpt, steps),
         }
         args.budget -= time.perf_counter() - begun
-        args.json = args.json or timing.RESULTS / f"{args.device}-{benchmark}.json"
-        timing.resumed(args.json, settings)  # ends the script if a report has another text
+        timing.resumed(path, settings)  # ends the script if a report has another text
+    else:
+        others = json.loads(path.read_text())["settings"]["each"] if path.exists() else {}
+        each = others | {args.model: args.each}
+        settings = {"steps": steps, "each": each}
+        known = {model: each[model] for model in others}
+        timing.resumed(path, settings | {"each": known})  # ends the script, too
     bench_fsdp.measure_all(args, benchmark, jobs, settings)
 
 

@@ -120,6 +120,21 @@ def test_a_gpt_with_a_byte_on_the_wire(
     refused(lambda: several.main([*words, "--steps", "9"]), "other settings", SystemExit)
 
 
+def test_a_report_keeps_the_batch_of_each_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(several, "row_of", lambda part, run: {"losses": [float(run.each)]})
+    path = tmp_path / "cuda-several.json"
+    words = ["--quick", "--json", str(path), "--contenders", "bf16", "--model"]
+    several.main([*words, "vit_l", "--each", "3"])
+    several.main([*words, "llama_8b"])
+    first = path.read_text()
+    assert json.loads(first)["settings"]["each"] == {"vit_l": 3, "llama_8b": 2}
+    for more in (["--each", "2"], ["--each", "3", "--steps", "5"]):
+        refused(several.main, "other settings", SystemExit, [*words, "vit_l", *more])
+    assert path.read_text() == first
+
+
 def test_gaps_beyond_the_seeds_spread() -> None:
     assert not several_tables.differs([-0.01, 0.0, 0.02], 0.01)
     # the mean, the interval, no numbers
