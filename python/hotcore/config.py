@@ -243,7 +243,8 @@ class HotConfig:
         _ask(_core.saved_layout, 0, 0, self.spec)
         if self.basis == "full":  # libhot ignores the fields of a low rank, which are checked here
             layout = (*(self.token_grid or (1, 1)), self.prefix_tokens)
-            _ask(_core.hla_rows, 0, "sequency", self.block, 1, (), *layout)
+            rank = min(self.rank, self.block)  # a block below the default rank is no error
+            _ask(_core.hla_rows, 0, "sequency", self.block, rank, (), *layout)
 
     def _check_type(self, field: Field) -> None:
         """Refuse a value of another type, or one that is no choice. Lists are checked later."""

@@ -618,7 +618,8 @@ def forward_linear(
     tokens, in_features = math.prod(x_shape[:-1]), x_shape[-1]
     expected = (*x_shape[:-1], shape[0])
     if out is None:
-        dtype = x_dtype if out_dtype is None else source.float_dtype(out_dtype, "out_dtype")
+        wanted = (x_dtype, "x.dtype") if out_dtype is None else (out_dtype, "out_dtype")
+        dtype = source.float_dtype(*wanted)
         target = source.empty(expected, dtype)
     else:
         target = output(out, "out", source)

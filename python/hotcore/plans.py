@@ -124,7 +124,11 @@ def explain(
         product: tuple[Needed, ...] = ("y",) if settings.forward == "int8" else ()
         need = (*product, "x", "gx", "gw", "gb")
     wanted = arrays.needed(need, get_args(Needed))
-    check_ints(64, tokens=tokens, out_features=out_features, in_features=in_features)
+    sizes = {"tokens": tokens, "out_features": out_features, "in_features": in_features}
+    check_ints(64, **sizes)
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name}: {size}; expected 0 or more")
     check_type(bool, accumulate=accumulate, quantized_weight=quantized_weight)
     dtypes = {"dtype": dtype, "gw_dtype": gw_dtype, "bias_dtype": bias_dtype or "float32"}
     named = [arrays.dtype_name(one, name, arrays.FLOATS) for name, one in dtypes.items()]

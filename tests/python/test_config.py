@@ -31,6 +31,7 @@ BAD_FIELDS: list[tuple[str, object, type[Exception]]] = [
     ("gx_scale", "channel", ValueError),
     ("gx_rounding", "up", ValueError),
     ("basis", "high", ValueError),
+    ("rank", -4, ValueError),
     ("block", 1, ValueError),
     ("block", 24, ValueError),
     ("block", 128, ValueError),

@@ -225,6 +225,7 @@ def test_bad_inputs_are_named(rng: np.random.Generator) -> None:
     short = dataclasses.replace(codes, data=codes.data[:-16])
     wrong = dataclasses.replace(codes, shape=(9, 7))
     floats = dataclasses.replace(codes, data=codes.data.astype(np.float32))
+    narrow = dataclasses.replace(codes, dtype="bfloat16")  # as torch tensors have it
     out = poison((8, 5), "float32")
     before = out.copy()
     for match, arguments, options in (
@@ -235,6 +236,7 @@ def test_bad_inputs_are_named(rng: np.random.Generator) -> None:
         ("w: shape", (codes, w[:, :6]), {}),
         ("forward_linear: bias has shape", (codes, w, bias[:4]), {}),
         ("x.data: dtype", (floats, w), {}),
+        ("x.dtype: NumPy has no bfloat16", (narrow, w), {}),
         ("out: shape", (codes, w), {"out": np.empty((7, 5), np.float32)}),
         ("forward_linear: x has .* bytes; expected", (short, w), {"out": out}),
         ("forward_linear: x has .* bytes; expected", (wrong, w), {}),

@@ -79,7 +79,7 @@ def test_what_libhot_says_is_passed_on() -> None:
 def test_what_cannot_be_explained_is_refused() -> None:
     for options, message in (
         *(({"device": device}, "device") for device in ("sm_70", "cpu", "cuda:x")),
-        ({"tokens": -1}, "tokens"),
+        *(({size: -1}, f"^{size}: ") for size in ("tokens", "out_features", "in_features")),
         ({"need": ()}, "need: expected at least one of"),
         ({"need": ("gx", "w")}, "need: 'w'"),
         ({"dtype": "int8"}, "dtype"),

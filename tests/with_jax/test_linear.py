@@ -281,8 +281,16 @@ def test_explicit_axes_are_refused(rng: np.random.Generator) -> None:
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((2,), ("data",), axis_types=explicit, devices=jax.devices()[:2])
     parted = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="x: sharded over explicit"):
-        gradients(gy, jax.device_put(x, parted), w, b, key_of(1))
+    x, config = jax.device_put(x, parted), hotcore.HotConfig(forward="int8")
+    calls = (
+        lambda: gradients(gy, x, w, b, key_of(1)),
+        lambda: hot.linear(x, w, b, key=key_of(1), config=config),
+        lambda: hot.linear(x.reshape(2, 32, -1), w, b, key=key_of(1), config=config),
+    )
+    with jax.set_mesh(mesh):
+        assert hot.linear(x, w, b, key=key_of(1)).shape == (64, len(w))
+        for call in calls:
+            refused(call, "x: sharded over explicit", NotImplementedError)
 
 
 def test_threads_and_instruction_sets(rng: np.random.Generator) -> None:
@@ -348,6 +356,8 @@ class Scalar:
     ("arguments", "options", "kind", "message"),
     [
         ((X.astype(np.int32), W), {}, ValueError, "x: dtype int32; expected float32, float16 or b"),
+        ((X.astype(np.int64), W), {}, ValueError, "x: dtype int64"),
+        ((X.astype(np.float64), W), {}, ValueError, "x: dtype float64; expected float32, float16"),
         ((X, W.astype(np.int8)), {}, ValueError, "w: dtype int8"),
         ((X, W, B.astype(np.int8)), {}, ValueError, "b: dtype int8"),
         (("text", W), {}, TypeError, "x: "),

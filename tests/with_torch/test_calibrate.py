@@ -3,6 +3,7 @@
 import builtins
 import copy
 import dataclasses
+import pickle
 from pathlib import Path
 
 import hotcore
@@ -206,6 +207,11 @@ def test_frozen(plan: Selection) -> None:
         plan.batches = 3
     with pytest.raises(TypeError):
         plan.layers[0].gx_error["token"] = 0.0
+
+
+def test_copied_and_pickled(plan: Selection) -> None:
+    for same in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert same == plan and same.overrides() == plan.overrides()
 
 
 def test_plan_for_another_model(plan: Selection) -> None:

@@ -65,13 +65,16 @@ def linear(
 
 
 def _floats(array: Array, name: str) -> Array:
+    # jnp may narrow NumPy's dtype, so it is read first.
+    dtype = array.dtype if isinstance(array, np.ndarray | np.generic) else None
     try:
         array = jnp.asarray(array)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{name}: {error}") from error
-    if array.dtype.name not in FLOATS:
-        raise ValueError(f"{name}: dtype {array.dtype}; expected float32, float16 or bfloat16")
+    dtype = dtype or array.dtype
+    if dtype.name not in FLOATS:
+        raise ValueError(f"{name}: dtype {dtype}; expected float32, float16 or bfloat16")
     return array
 
 
@@ -100,8 +103,18 @@ def _seed(key: Array) -> Array:
     )
 
 
+def _check_axes(**arrays: Array | None) -> None:
+    for name, a in arrays.items():
+        if a is not None and any(jax.typeof(a).sharding.spec):
+            raise NotImplementedError(
+                f"{name}: sharded over explicit axes of a mesh, {jax.typeof(a)}; use shard_map, or "
+                "a mesh with axis_types=(AxisType.Auto,)"
+            )
+
+
 def _product(config: HotConfig, x: Array, w: Array, b: Array | None) -> Array:
     if config.forward == "int8":
+        _check_axes(x=x, w=w, b=b)
         _check_numbers(w, "w")
         return calls.forward_linear(_matrix(x), w, b, config).reshape(*x.shape[:-1], len(w))
     y = jnp.matmul(x, w.T)
@@ -125,17 +138,13 @@ def _forward(
     config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any
 ) -> tuple[Array, _Residuals]:
     """Compute y and the residuals. ``perturbed`` of an argument: it is differentiated."""
-    for name, a in (("x", x), ("w", w), ("b", b)):
-        if a is not None and any(jax.typeof(a.value).sharding.spec):
-            raise NotImplementedError(
-                f"{name}: sharded over explicit axes of a mesh, {jax.typeof(a.value)}; use "
-                "shard_map, or a mesh with axis_types=(AxisType.Auto,)"
-            )
+    bias = None if b is None else b.value
+    _check_axes(x=x.value, w=w.value, b=bias)
     dtypes: Any = tuple(a.value.dtype if a and a.perturbed else None for a in (x, w, b))
     weight = w.value if x.perturbed else None
     saved = calls.compress_activation(_matrix(x.value), seed.value, config) if w.perturbed else None
     residuals = _Residuals(saved, weight, seed.value, x.value.shape, dtypes)
-    return _product(config, x.value, w.value, None if b is None else b.value), residuals
+    return _product(config, x.value, w.value, bias), residuals
 
 
 def _backward(config: HotConfig, residuals: _Residuals, gy: Array) -> tuple[Array | None, ...]:

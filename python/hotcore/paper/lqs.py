@@ -59,6 +59,11 @@ class LayerErrors:
         for name in ("gx_error", "gw_error", "fields"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A MappingProxyType can be neither pickled nor copied.
+        maps = (dict(self.gx_error), dict(self.gw_error), dict(self.fields))
+        return LayerErrors, (self.name, *maps, self.pattern)
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
