@@ -129,6 +129,14 @@ def test_x_by_keyword_and_written_afterwards(batches: list[torch.Tensor]) -> Non
         paper.calibrate(Net(), batches, written)
 
 
+def test_a_compiled_model_that_has_run(batches: list[torch.Tensor]) -> None:
+    model = Net()
+    compiled = torch.compile(model, backend="eager")
+    loss_of(compiled, batches[0]).backward()
+    plain, seen = (paper.calibrate(m, batches, loss_of).layers for m in (model, compiled))
+    assert [layer.gw_error for layer in seen] == [layer.gw_error for layer in plain]
+
+
 @pytest.mark.parametrize("recipe", ["paper", "default"])
 def test_convolutions(recipe: str) -> None:
     # A 1x1 kernel as a linear layer over its pixels; others quantise no g_y.

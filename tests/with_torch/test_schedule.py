@@ -46,6 +46,14 @@ def test_other_fields_that_change_stay() -> None:
     assert model[0].config == HotConfig.recipe("fast", gx_bits=4, gw_scale="token")
 
 
+def test_layers_reverted_meanwhile_stay_plain() -> None:
+    model = converted()
+    with paper.PrecisionSchedule(model, 1) as schedule:
+        hot.revert(model)
+        schedule.step()
+    assert not any(hasattr(module, "config") for module in model.modules())
+
+
 def test_context() -> None:
     model = converted()
     with paper.PrecisionSchedule(model, 1) as schedule:

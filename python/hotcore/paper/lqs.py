@@ -24,7 +24,7 @@ from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
 from ..torch.conversion.convert import decide
-from ..torch.conversion.probe import Call, gradients_seen, loss_of, preserve_state
+from ..torch.conversion.probe import Call, eagerly, gradients_seen, loss_of, preserve_state
 from ..torch.conversion.report import aligned, listed
 from ..torch.conversion.selection import Filter, products_of
 from ..torch.frozen.bitsandbytes import is_8bit
@@ -188,7 +188,8 @@ def calibrate(
     probes = {name: _Probe(settings, Key(seed, stream=i % 8192)) for i, name in enumerate(names)}
     layers = {name: model.get_submodule(name) for name in names}
     count = 0
-    with preserve_state(model), gradients_seen(layers, lambda name, *seen: probes[name].add(*seen)):
+    seen = gradients_seen(layers, lambda name, *call: probes[name].add(*call))
+    with preserve_state(model), eagerly(), seen:
         for batch in batches:
             loss_of(model, batch, loss_fn).backward()  # type: ignore[no-untyped-call]
             for parameter in model.parameters():

@@ -6,12 +6,13 @@ Source: the paper's supplement B (25 epochs of 200 in INT8); docs/paper.md.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from torch import nn
 
-from ..config import as_int
-from ..torch.layers.modules import hot_layers
+from ..config import HotConfig, as_int
+from ..torch.layers.modules import HotModule, hot_layers
 
 Bits = Literal[4, 8]
 
@@ -63,7 +64,7 @@ class PrecisionSchedule:
 
     def close(self) -> None:
         """Restore the configuration that every layer had before the schedule."""
-        for module, config in self._layers:
+        for module, config in self._converted():
             module.config = config
 
     def __enter__(self) -> PrecisionSchedule:
@@ -81,7 +82,11 @@ class PrecisionSchedule:
         self.count = int(state["count"])
         self._apply()
 
+    def _converted(self) -> Iterator[tuple[HotModule, HotConfig]]:
+        # hot.revert makes plain layers of the same modules, which have no configuration.
+        return ((m, config) for m, config in self._layers if isinstance(m, HotModule))
+
     def _apply(self) -> None:
-        for module, config in self._layers:
+        for module, config in self._converted():
             gx_bits = self.bits or config.gx_bits
             module.config = dataclasses.replace(module.config, gx_bits=gx_bits)
