@@ -352,7 +352,7 @@ def measure_all(
     args: Any, benchmark: str, jobs: Mapping[str, Callable[[], Row]], settings: Row
 ) -> None:
     """Measure the jobs whose rows the report lacks, until ``--budget`` would be exceeded."""
-    args.json = path = args.json or timing.RESULTS / f"{args.device}-{benchmark}.json"
+    path = timing.path_of(args, benchmark)
     rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
     begun, longest = time.perf_counter(), 0.0
     for key, job in jobs.items():

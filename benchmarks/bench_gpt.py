@@ -564,7 +564,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.accumulate, args.save,
     )  # fmt: skip
     name = "gpt" if args.quick or args.size == "91M" else f"gpt-{args.size}"
-    path = timing.RESULTS / f"{args.device}-{name}.json" if args.json is None else args.json
+    path = timing.path_of(args, name)
     settings = how.settings()
     earlier = timing.resumed(path, settings)
     try:

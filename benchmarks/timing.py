@@ -391,12 +391,18 @@ def driver_version() -> str:
     return words[0] if words else "?"
 
 
+def path_of(args: argparse.Namespace, benchmark: str) -> Path:
+    """Return the report's path: ``--json``, or one in RESULTS."""
+    device = getattr(args, "device", "cpu")
+    path: Path = args.json or RESULTS / f"{device}-{benchmark}.json"
+    return path
+
+
 def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) -> Path:
     """Write the report: device, versions and date, then ``content``."""
-    device = getattr(args, "device", "cpu")
-    facts = facts_of(benchmark, device)
+    facts = facts_of(benchmark, getattr(args, "device", "cpu"))
     facts |= {key: getattr(args, key) for key in ("rounds", "seed") if hasattr(args, key)}
-    path: Path = args.json or RESULTS / f"{device}-{benchmark}.json"
+    path = path_of(args, benchmark)
     write_json(path, {**facts, **content})
     print(f"\nwritten: {path}")
     return path

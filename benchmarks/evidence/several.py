@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         key = f"{args.model}/{args.gpus}/{part}/{name}/{seed}"
         jobs[key] = functools.partial(row_of, part, run)
     benchmark = f"wire-{gpt}" if gpt else "several"
-    path = args.json = args.json or timing.RESULTS / f"{args.device}-{benchmark}.json"
+    path = timing.path_of(args, benchmark)
     if gpt:
         begun = time.perf_counter()
         settings: Row = {
@@ -312,12 +312,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         args.budget -= time.perf_counter() - begun
         timing.resumed(path, settings)  # ends the script if a report has another text
-    else:
+    else:  # a report has models with batches of their own
         others = json.loads(path.read_text())["settings"]["each"] if path.exists() else {}
         each = others | {args.model: args.each}
         settings = {"steps": steps, "each": each}
         known = {model: each[model] for model in others}
-        timing.resumed(path, settings | {"each": known})  # ends the script, too
+        timing.resumed(path, settings | {"each": known})
     bench_fsdp.measure_all(args, benchmark, jobs, settings)
 
 

@@ -106,6 +106,14 @@ def as_int(value: Any, name: str, bits: int = 32) -> int:
     return number
 
 
+def as_size(value: Any, name: str, bits: int = 32) -> int:
+    """Return :func:`as_int`'s number. Raises ValueError for one below zero, too."""
+    number = as_int(value, name, bits)
+    if number < 0:
+        raise ValueError(f"{name}: {number} is negative")
+    return number
+
+
 def as_ints(
     value: Any, name: str, expected: str, count: int | None = None, bits: int = 32
 ) -> tuple[int, ...]:

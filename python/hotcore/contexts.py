@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 
 from . import _core, selftest
-from .config import as_int
+from .config import as_size
 
 _threads = 0
 _isa = ""
@@ -71,9 +71,7 @@ def set_num_threads(threads: int) -> None:
 
     Raises TypeError for a value that is no int, ValueError for a negative number.
     """
-    if as_int(threads, "threads") < 0:
-        raise ValueError(f"threads: {threads} is negative")
-    _set_defaults(as_int(threads, "threads"), _isa)
+    _set_defaults(as_size(threads, "threads"), _isa)
 
 
 def use_openmp(address: int) -> None:

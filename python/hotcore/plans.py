@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from . import _core, arrays, gpus
-from .config import ConfigLike, HotConfig, as_config, check_ints, check_type
+from .config import ConfigLike, HotConfig, as_config, as_size, check_ints, check_type
 
 Needed = Literal["y", "x", "gx", "gw", "gb"]
 
@@ -125,10 +125,8 @@ def explain(
         need = (*product, "x", "gx", "gw", "gb")
     wanted = arrays.needed(need, get_args(Needed))
     sizes = {"tokens": tokens, "out_features": out_features, "in_features": in_features}
-    check_ints(64, **sizes)
     for name, size in sizes.items():
-        if size < 0:
-            raise ValueError(f"{name}: {size}; expected 0 or more")
+        as_size(size, name, 64)
     check_type(bool, accumulate=accumulate, quantized_weight=quantized_weight)
     dtypes = {"dtype": dtype, "gw_dtype": gw_dtype, "bias_dtype": bias_dtype or "float32"}
     named = [arrays.dtype_name(one, name, arrays.FLOATS) for name, one in dtypes.items()]

@@ -10,7 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from . import _core, arrays
-from .config import HotConfig, Key, as_int, as_ints, as_key
+from .config import HotConfig, Key, as_ints, as_key, as_size
 
 
 class Layout(NamedTuple):
@@ -170,8 +170,7 @@ def check_fields(codes: Saved | _Weight | QuantizedInput, name: str) -> None:
         if field == "key":
             as_key(value, full)
         elif field in ("tokens", "in_features", "out_features", "group"):
-            if as_int(value, full, 64) < 0:
-                raise ValueError(f"{full}: {value} is negative")
+            as_size(value, full, 64)
         elif field == "dtype" and value not in arrays.FLOATS:
             raise ValueError(f"{full}: {value!r} is not one of {', '.join(arrays.FLOATS)}")
         elif field == "shape":

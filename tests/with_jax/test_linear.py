@@ -289,7 +289,7 @@ def test_explicit_axes_are_refused(rng: np.random.Generator) -> None:
     )
     with jax.set_mesh(mesh):
         assert hot.linear(x, w, b, key=key_of(1)).shape == (64, len(w))
-        for call in calls:
+        for call in calls:  # gradients, and the 8-bit product of 2-D and 3-D x
             refused(call, "x: sharded over explicit", NotImplementedError)
 
 

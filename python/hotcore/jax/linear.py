@@ -65,17 +65,16 @@ def linear(
 
 
 def _floats(array: Array, name: str) -> Array:
-    # jnp may narrow NumPy's dtype, so it is read first.
-    dtype = array.dtype if isinstance(array, np.ndarray | np.generic) else None
     try:
-        array = jnp.asarray(array)
+        converted = jnp.asarray(array)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{name}: {error}") from error
-    dtype = dtype or array.dtype
+    # Without x64 jnp narrows NumPy's 64 bits: what came counts.
+    dtype = (array if isinstance(array, np.ndarray | np.generic) else converted).dtype
     if dtype.name not in FLOATS:
         raise ValueError(f"{name}: dtype {dtype}; expected float32, float16 or bfloat16")
-    return array
+    return converted
 
 
 def _seed(key: Array) -> Array:
@@ -104,6 +103,7 @@ def _seed(key: Array) -> Array:
 
 
 def _check_axes(**arrays: Array | None) -> None:
+    """Refuse explicit axes: XLA does not split libhot's calls, and JAX's error names no array."""
     for name, a in arrays.items():
         if a is not None and any(jax.typeof(a).sharding.spec):
             raise NotImplementedError(

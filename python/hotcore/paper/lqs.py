@@ -61,8 +61,8 @@ class LayerErrors:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A MappingProxyType can be neither pickled nor copied.
-        maps = (dict(self.gx_error), dict(self.gw_error), dict(self.fields))
-        return LayerErrors, (self.name, *maps, self.pattern)
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return LayerErrors, tuple(dict(v) if isinstance(v, Mapping) else v for v in values)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..config import HotConfig, as_int
+from ..config import HotConfig, as_size
 from ..torch.layers.modules import HotModule, hot_layers
 
 Bits = Literal[4, 8]
@@ -37,8 +37,7 @@ class PrecisionSchedule:
     def __init__(
         self, model: nn.Module, warmup: int, *, bits: Bits = 8, then_bits: Bits | None = 4
     ) -> None:
-        if as_int(warmup, "warmup", 64) < 0:
-            raise ValueError(f"warmup: {warmup} is negative")
+        as_size(warmup, "warmup", 64)
         if bits not in (4, 8):
             raise ValueError(f"bits: expected 8 or 4, got {bits!r}")
         if then_bits not in (4, 8, None):
