@@ -458,7 +458,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cuda":
         settings["card"] = torch.cuda.get_device_name(0)
         torch.cuda.set_per_process_memory_fraction(SHARE)
-    path = timing.path_of(args, args.size)
+    args.json = path = timing.path_of(args, args.size)
     earlier = timing.resumed(path, settings)
     rows: dict[str, Row] = earlier["whole"] if earlier else {}
     content: dict[str, Any] = {"settings": settings, "share": SHARE, "whole": rows}

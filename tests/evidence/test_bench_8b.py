@@ -114,6 +114,16 @@ def test_contenders_are_paired_and_a_run_goes_on(
     refused(lambda: run(tmp_path), "has other settings", SystemExit)
 
 
+def test_a_report_is_that_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without --json: a run of the 1B must not replace the 8B's report."""
+    monkeypatch.setattr("timing.RESULTS", tmp_path)
+    monkeypatch.setattr(bench_8b, "row_of", lambda *_: {"error": "stop"})
+    monkeypatch.setattr(bench_8b, "sequences_of", lambda *_: None)
+    words = ["--quick", "--size", "1b", "--contenders", "bf16"]
+    refused(bench_8b.main, "failed", SystemExit, words)
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu-1b.json"]
+
+
 def test_a_base_never_exists_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is frozen before the next is made, from the weights that bf16's LoRA has."""
     plain: list[int] = []
