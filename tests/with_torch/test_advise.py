@@ -88,6 +88,20 @@ class Counting(torch.optim.AdamW):
         return super().step(closure)
 
 
+def test_the_optimizer_of_a_scheduler_is_as_before(x: torch.Tensor) -> None:
+    """A scheduler replaces ``optimizer.step`` by a function, which is no method."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(x).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    for step in (optimizer.step, lambda: optimizer.step()):
+        advise(model, x, allow=["default"], goal="time", step=step)
+        torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
 def test_the_optimizer_is_as_before(x: torch.Tensor) -> None:
     """And the model, of which test_measuring.py has the rest; its hooks run in all settings."""
     model = Net()

@@ -129,6 +129,24 @@ def test_x_by_keyword_and_written_afterwards(batches: list[torch.Tensor]) -> Non
         paper.calibrate(Net(), batches, written)
 
 
+class InPlace(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        h *= 2  # written in place: a view, since x has three dimensions
+        y = self.down(F.gelu(h))
+        y += x
+        return self.head(self.norm(y.flatten(0, 1)))
+
+
+def test_outputs_written_in_place(batches: list[torch.Tensor]) -> None:
+    model = InPlace()
+    plain = paper.calibrate(model, batches, loss_of).layers
+    assert [layer.name for layer in plain] == ["up", "down"]
+    converted = hot.convert(copy.deepcopy(model), "paper", lambda _, name: name != "head")
+    seen = paper.calibrate(converted, batches, loss_of).layers
+    assert [layer.name for layer in seen] == ["up", "down"]
+
+
 def test_a_compiled_model_that_has_run(batches: list[torch.Tensor]) -> None:
     model = Net()
     compiled = torch.compile(model, backend="eager")

@@ -115,6 +115,16 @@ def test_revert() -> None:
     assert hot.revert(layer) is layer and type(layer) is nn.Linear and set(vars(layer)) == content
 
 
+def test_a_second_call_counts_the_layers_of_the_first() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    hot.convert(model, filter_fn=lambda _, name: name == "0")
+    report = hot.convert(model, "accurate", filter_fn=lambda _, name: name == "2").hot_report
+    assert [(row.name, row.reason) for row in report.skipped] == [
+        ("0", "HOT by an earlier call"), ("1", "left out by filter_fn")
+    ]  # fmt: skip
+    assert "1 of 3 layers run HOT, accurate; 1 more by an earlier call" in str(report)
+
+
 def test_filter_fn() -> None:
     model = Model()
     seen: list[str] = []

@@ -542,6 +542,22 @@ def test_tied_weights_share_codes(bits: Any) -> None:
     assert type(model[0]) is nn.Linear and model[0].weight is model[1].weight
 
 
+@both
+def test_tied_weights_that_a_state_dict_parts(bits: Any) -> None:
+    """load_state_dict(assign=True) gives each layer its own weight, which thawing keeps."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    hot.convert(model, config(), every)
+    hot.freeze(model, bits, inputs=[torch.randn(9, 64)] if bits == 4 else None)
+    weights = {f"{i}.weight": torch.randn(64, 64) for i in range(2)}
+    model.load_state_dict(model.state_dict() | weights, assign=True)
+    with pytest.warns(UserWarning, match="0, 1 had one weight"):
+        hot.thaw(model)
+    for i, layer in enumerate(model):
+        loaded = weights[f"{i}.weight"]
+        assert (layer.weight - loaded).norm() < 0.15 * loaded.norm()
+
+
 def test_tied_weights_of_two_blocks_stay_one() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight

@@ -148,6 +148,15 @@ def weights(rank: int, device: str) -> None:
     refused(mixed.unshard, "several types", NotImplementedError)
 
 
+def test_gradients_of_float64_are_refused(mesh: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    words = r"model: gradients of module\.1\.weight, module\.1\.bias"
+    refused(hot.int8_gradients, words, ValueError, wrapped)
+    wrapped.float()
+    assert str(hot.int8_gradients(wrapped)).startswith("DDP")
+
+
 def test_gradients_of_two_processes() -> None:
     plans.spawn(ddp, fsdp)
 

@@ -1,12 +1,15 @@
 """Quantisers of the rivals, simulated: float32 in, the codes' float32 values out.
 
-Random numbers come from torch's default generator of the tensor's device.
+Random numbers come from torch's default generator of the tensor's device. On a GPU the quantisers
+are compiled, because each of their steps would read and write the whole tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,20 @@ from torch import Tensor
 LUQ_MAGNITUDES = 7
 """Number of powers of two in FP4 [1, 3, 0]: eight exponent codes, one of them for zero."""
 TWO_BIT_GROUP = 256
+
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def fused(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """Compile ``function`` for tensors on a GPU."""
+    compiled = torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def call(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (compiled if x.is_cuda else function)(x, *args, **kwargs)
+
+    return call
 
 
 def stochastic(v: Tensor) -> Tensor:
@@ -34,6 +51,7 @@ def int_codes(x: Tensor, bits: int, *, rounding: str = "nearest") -> tuple[Tenso
     return codes.clamp(-largest, largest), scale
 
 
+@fused
 def int_values(x: Tensor, bits: int, *, rounding: str = "nearest") -> Tensor:
     """Return the values that :func:`int_codes` represents."""
     codes, scale = int_codes(x, bits, rounding=rounding)
@@ -55,6 +73,7 @@ def sawb_clip(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
     return 12.1 * second.sqrt() - 12.2 * x.abs().mean(dims, keepdim=True)
 
 
+@fused
 def sawb_values(x: Tensor, bits: int = 4) -> Tensor:
     """Clip ``x`` at :func:`sawb_clip` and round it to the nearest of 2^bits - 1 levels.
 
@@ -68,6 +87,7 @@ def sawb_values(x: Tensor, bits: int = 4) -> Tensor:
     return (x / scale).round().clamp(-largest, largest) * scale
 
 
+@fused
 def luq_values(x: Tensor, magnitudes: int = LUQ_MAGNITUDES) -> Tensor:
     """Quantise logarithmically without bias: zero, or a sign and a power of two times alpha.
 

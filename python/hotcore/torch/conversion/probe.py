@@ -204,12 +204,16 @@ def gradients_seen(
     ``x()`` returns x, or raises RuntimeError if it was written after the call.
     """
 
-    def follow(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            x = input_of(args, kwargs)
-            call = (name, module, Call.of(x), _unwritten(x, name))
-            hook: Any = output.register_hook
-            hook(lambda gy: see(*call, gy.detach()))
+    def follow(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return None
+        x = input_of(args, kwargs)
+        call = (name, module, Call.of(x), _unwritten(x, name))
+        if output._is_view():  # a write in place would take a view off the graph, and its hook
+            output = output.clone()
+        hook: Any = output.register_hook
+        hook(lambda gy: see(*call, gy.detach()))
+        return output
 
     return _hooked(layers, lambda *_: None, follow)
 

@@ -18,6 +18,8 @@ FREEZE_REPORT = "freeze_report"
 """Attribute of a frozen model that holds the report of its freezing."""
 ADAPTER = "an adapter of peft"
 """Reason for which the default filter leaves an adapter plain."""
+EARLIER = "HOT by an earlier call"
+"""Reason for a converted layer that ``filter_fn`` leaves out: it stays as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +136,8 @@ class ConversionReport:
         running = len(self.converted) - len(self.in_eval_mode)
         count = len(self.layers) - len(adapters)
         lines.append(f"{running} of {count} layers run HOT, {self.config}")
+        if earlier := [row for row in self.skipped if row.reason == EARLIER]:
+            lines[-1] += f"; {len(earlier)} more by an earlier call"
         if self.in_eval_mode:
             lines[-1] += f"; {len(self.in_eval_mode)} more after .train()"
         if adapters:
@@ -180,7 +184,7 @@ class ConversionReport:
 
     def _outcome(self, layer: Row) -> str:
         if isinstance(layer, Skipped):
-            return f"stays plain: {layer.reason}"
+            return layer.reason if layer.reason == EARLIER else f"stays plain: {layer.reason}"
         size = "nothing (weight frozen)"
         if bytes_per_value := layer.bytes_per_value:
             size = f"{bytes_per_value:.2f} bytes a value (fp32 / {4 / bytes_per_value:.1f})"

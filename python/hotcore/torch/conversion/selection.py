@@ -21,7 +21,7 @@ from ..ops import DTYPES
 from ..ops.conv import has_products
 from ..ops.sharded import is_dtensor
 from . import gains
-from .report import ADAPTER
+from .report import ADAPTER, EARLIER
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -130,7 +130,9 @@ def why_plain(
 ) -> dict[str, str]:
     """Names of the layers that stay plain, and the reasons."""
     if filter_fn is not None:
-        reasons = {fqn: "left out by filter_fn" for fqn, m in layers if not filter_fn(m, fqn)}
+        left = ((fqn, m) for fqn, m in layers if not filter_fn(m, fqn))
+        words = {True: EARLIER, False: "left out by filter_fn"}
+        reasons = {fqn: words[isinstance(m, HotModule)] for fqn, m in left}
     else:
         reasons = _default_reasons(model, layers)
     # Reasons that make a conversion impossible come before reasons of choice.

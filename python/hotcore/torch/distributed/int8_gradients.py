@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ... import _core
 from ...config import Key
-from ..ops.core import SEEDS, call
+from ..conversion.report import listed
+from ..ops.core import DTYPES, SEEDS, call
 
 BLOCK = 64
 """Values that are transformed together and share a scale."""
@@ -83,8 +84,14 @@ def int8_gradients(model: nn.Module) -> Int8Exchange:
         TypeError: ``model`` is neither DDP's nor FSDP2's.
         NotImplementedError: this torch has no ``FSDPModule.set_custom_reduce_scatter`` (2.9 has).
         RuntimeError: DDP has a communication hook already.
+        ValueError: DDP's gradients are float64.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if wrong := [name for name, p in named if p.dtype not in DTYPES]:
+            raise ValueError(
+                f"model: gradients of {listed(wrong)} are not float32, float16 or bfloat16"
+            )
         model.register_comm_hook(model.process_group, _reduce_bucket)
         return Int8Exchange("DDP", 0)
     groups = fsdp_modules(model, "int8_gradients", "set_custom_reduce_scatter")

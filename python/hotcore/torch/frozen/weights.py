@@ -577,14 +577,19 @@ class FrozenModule(HotModule, nn.Module):
 def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Parameter]:
     """A plain weight for each layer; layers that had one weight get one. Errors name the layer.
 
-    Warns if only some of the layers that had one weight are among ``layers``.
+    Warns if only some of the layers that had one weight are among ``layers``, or if they have
+    several by now (``load_state_dict(assign=True)``).
     """
     by_owner: dict[int, nn.Parameter] = {}
     ties = Counter[int]()
     weights = {}
+    firsts: dict[tuple[int, Format], Tensor] = {}
     for layer in layers:
-        tied = layer.weight_tied
-        owner = id(tied or layer.weight_codes)
+        codes, tied = layer.weight_codes, layer.weight_tied
+        owner = id(tied or codes)
+        first = firsts.setdefault((owner, layer._format), codes)
+        if first is not codes and not torch.equal(first, codes):
+            owner = id(codes)
         ties[owner] += 1
         try:
             if owner not in by_owner:
@@ -597,8 +602,8 @@ def plain_weights(layers: Iterable[FrozenModule]) -> dict[FrozenModule, nn.Param
     apart = [names for x in weights if ties[id(names := x.weight_tied)] < len(names)]
     if apart:
         warnings.warn(
-            f"hotcore.torch: {', '.join(apart[0])} had one weight, and not all of them are thawed; "
-            "those that are have one of their own now",
+            f"hotcore.torch: {', '.join(apart[0])} had one weight, and not all of them are thawed "
+            "or have it still; those that are have one of their own now",
             stacklevel=3,
         )
     return weights

@@ -12,8 +12,9 @@ import math
 import os
 import statistics
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -495,12 +496,21 @@ def _modes(compiled: bool | str | Mapping[str, Any] | None, device: torch.device
     return [{"mode": compiled} if isinstance(compiled, str) else dict(compiled)]
 
 
+def _optimizer_of(step: Step | None) -> torch.optim.Optimizer | None:
+    """The optimizer of a method, or of a function that holds it: a scheduler's, a lambda."""
+    held = [getattr(step, "__self__", None)]
+    for cell in getattr(step, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty cell
+            held.append(cell.cell_contents)
+    held = [one() if isinstance(one, weakref.ref) else one for one in held]
+    return next((one for one in held if isinstance(one, torch.optim.Optimizer)), None)
+
+
 @contextmanager
 def _restored(model: nn.Module, step: Step | None) -> Iterator[None]:
-    """Restore the weights, and the state of the optimizer whose method ``step`` is."""
+    """Restore the weights, and the state of the optimizer that ``step`` calls."""
     weights = [(p, p.detach().to("cpu", copy=True)) for p in model.parameters() if step]
-    owner = getattr(step, "__self__", None)
-    optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
+    optimizer = _optimizer_of(step)
     if optimizer is not None:
         state, optimizer.state = optimizer.state, collections.defaultdict(dict)
         groups = [(group, dict(group)) for group in optimizer.param_groups]

@@ -268,6 +268,18 @@ def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows) -> Ten
     return y
 
 
+def _unfolded(image: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
+    # F.unfold in one copy: on CUDA it launches a kernel for every sample.
+    (high, wide), (down, right) = padding, stride
+    image = F.pad(image, (wide, wide, high, high))
+    samples, channels, *size = image.shape
+    grid = [(size[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)]
+    sample, channel, row, column = image.stride()
+    steps = (dilation[0] * row, dilation[1] * column, down * row, right * column)
+    windows = image.as_strided((samples, channels, *kernel, *grid), (sample, channel, *steps))
+    return windows.reshape(samples, channels * kernel[0] * kernel[1], grid[0] * grid[1])
+
+
 class _Backward(torch.autograd.Function):
     """The product of x ``[B, T, I]``, or of an image's ``windows``, and w, and its backward."""
 
@@ -276,7 +288,7 @@ class _Backward(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows
     ) -> Tensor:
         ctx.method, ctx.windows, ctx.dtypes = method, windows, (x.dtype, w.dtype)
-        image, x = x, x if windows is None else F.unfold(x, *windows).mT
+        image, x = x, x if windows is None else _unfolded(x, *windows).mT
         left, right = method.forward_operands(x, w)
         y = (left @ right.t()).to(x.dtype)
         _shaped(y, (*x.shape[:2], w.shape[0]), method, "forward_operands: product")
@@ -317,7 +329,7 @@ class _Backward(torch.autograd.Function):
                 if method.elementwise:
                     _shaped(x, ctx.shape, method, "unkeep")
                 if windows is not None and method.elementwise:
-                    x = F.unfold(_wide(x.mT.reshape(ctx.image)), *windows).mT
+                    x = _unfolded(_wide(x.mT.reshape(ctx.image)), *windows).mT
                 gw = _shaped(method.g_w(gy, _wide(x)), w.shape, method, "g_w").to(ctx.dtypes[1])
         return gx, gw, None, None
 
