@@ -43,6 +43,23 @@ class Stochastic(hot.CustomBackward):
         return kept[0].float() / 32
 
 
+class OwnProducts(hot.CustomBackward):
+    """The exact products, computed here: a convolution's x is unfolded for them."""
+
+    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+        return torch.einsum("bto,oi->bti", gy, w)
+
+    def g_w(self, gy: Tensor, x: Tensor) -> Tensor:
+        return gy.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+class Windows(hot.CustomBackward):
+    """The exact products of windows, as a projection gets them."""
+
+    elementwise = False
+
+
+EXACT = (hot.CustomBackward, OwnProducts, Windows)
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "token": (lambda: nn.Linear(24, 16), (24,)),
     "tokens": (lambda: nn.Linear(24, 16, bias=False), (10, 24)),
@@ -65,11 +82,14 @@ def run(layer: nn.Module, x: Tensor, gy: Tensor) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_identity_is_the_plain_layer(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("method", EXACT)
+def test_the_identity_is_the_plain_layer(
+    kind: str, dtype: torch.dtype, method: type[hot.CustomBackward]
+) -> None:
     make, shape = KINDS[kind]
     plain = make().to(dtype)
     layer = copy.deepcopy(plain)
-    assert hot.CustomBackward().convert(layer, every).hot_report == (("",), {})
+    assert method().convert(layer, every).hot_report == (("",), {})
     x = torch.randn(shape, dtype=dtype)
     gy = torch.randn_like(plain(x))
     room = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
@@ -88,6 +108,34 @@ def test_a_rounding_is_where_it_was_put() -> None:
     torch.testing.assert_close(gw, gy.flatten(0, 1).T @ x.flatten(0, 1))  # exact
     torch.testing.assert_close(gb, gy.sum((0, 1)))
     assert (gx - gy @ layer.weight).norm() > 0.01 * gx.norm()
+
+
+def test_a_convolution_of_stand_ins() -> None:
+    """Each hook's stand-in is in its own product; x's are pixels, and no window is kept."""
+
+    class Mine(Nearest):
+        def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            return 2 * x, 3 * w
+
+        def gw_gradient(self, gy: Tensor) -> Tensor:
+            return 5 * gy
+
+        def unkeep(self, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+            assert kept[0].shape == shape == (2, 9 * 8, 4)
+            return 7 * kept[0]
+
+    plain = nn.Conv2d(4, 16, 3, stride=2, padding=(1, 2), bias=False)
+    x = torch.randn(2, 4, 9, 8).contiguous(memory_format=torch.channels_last)
+    gy = torch.randn_like(plain(x))
+    y, gx, gw = run(plain, x, gy)
+    _, rounded, _ = run(plain, x, (gy / GRID).round() * GRID)
+    Mine().convert(plain, every)
+    with saved_tensors() as kept:
+        found = run(plain, x, gy)
+    assert nbytes(kept) <= nbytes([x, plain.weight])
+    expected = [6 * y, rounded, 35 * gw]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert (gx - found[1]).norm() > 0.01 * gx.norm()
 
 
 def test_the_bias_of_a_rounding() -> None:
@@ -214,6 +262,18 @@ def test_wrong_shapes_are_refused() -> None:
         y = wrong.linear(x, w)
         with pytest.raises(ValueError, match=rf"{type(wrong).__name__}\.{name}: shape"):
             y.sum().backward()
+    layer, image = nn.Conv2d(2, 3, 3), torch.randn(2, 2, 6, 6)
+    for wrong, name in (
+        (method("Narrow", gx_operands=lambda _, gy, w: (gy[:, 1:], w)), "gx_operands: g_y"),
+        (method("Flat", gx_operands=lambda _, gy, w: (gy, w[:, 1:])), "gx_operands: w"),
+        (method("One", gw_gradient=lambda _, gy: gy[:, :1]), "gw_gradient"),
+    ):
+        y = wrong.convert(layer, every)(image.requires_grad_())
+        with pytest.raises(ValueError, match=rf"{type(wrong).__name__}\.{name}: shape"):
+            y.sum().backward()
+    unfolded = method("Unfolded", forward_operands=lambda _, x, w: (x.mT, w))
+    with pytest.raises(ValueError, match=r"Unfolded\.forward_operands: x: shape \(2, 2, 36\)"):
+        unfolded.convert(layer, every)(image)
     with pytest.raises(ValueError, match=r"x: shape \(2, 6, 12\); expected \[\.+, 6\] for weight"):
         larger.linear(x, torch.randn(8, 6))
 
@@ -234,12 +294,17 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 @pytest.mark.long
 def test_autocast_and_compiled() -> None:
+    convolutions = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GELU(), nn.Conv2d(8, 4, 3, padding=1))
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    Nearest().convert(model, every)
-    x, gy = torch.randn(10, 64), torch.randn(10, 64)
-    eager = run(model, x, gy)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(run(compiled, x, gy), eager, rtol=1e-4, atol=1e-4)
+    images, x = torch.randn(2, 4, 9, 8), torch.randn(10, 64)
+    for method in (Nearest(), OwnProducts(), Windows()):
+        for net, inputs in ((convolutions, images), (model, x)):
+            method.convert(net, every)
+            gy = torch.randn_like(net(inputs))
+            eager = run(net, inputs, gy)
+            torch.compiler.reset()
+            compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+            torch.testing.assert_close(run(compiled, inputs, gy), eager, rtol=1e-4, atol=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
         y = model(x)
     assert y.dtype == torch.bfloat16

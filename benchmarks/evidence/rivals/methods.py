@@ -30,11 +30,11 @@ class BFloat16(Method):
     def keep(self, x: Tensor) -> Kept:
         return (x.bfloat16(),)
 
-    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
-        return (gy.bfloat16() @ w.bfloat16()).float()
+    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return gy.bfloat16(), w.bfloat16()
 
-    def g_w(self, gy: Tensor, x: Tensor) -> Tensor:
-        return (gy.bfloat16().flatten(0, 1).t() @ x.bfloat16().flatten(0, 1)).float()
+    def gw_gradient(self, gy: Tensor) -> Tensor:
+        return gy.bfloat16()
 
 
 class NaiveInt4(Method):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from ..conversion.report import REPORT
 from ..conversion.selection import Filter, candidates, why_plain
@@ -36,8 +37,9 @@ class CustomBackward:
 
     Operands are samples of tokens in float32 (float64 for a layer of float64): x ``[B, T, I]``, g_y
     ``[B, T, O]``, w ``[O, I]``. A linear layer's samples are its first axis, its tokens all others
-    but the last. A convolution is unfolded: its tokens are the output pixels, its features the
-    values of a window. g_b is torch's own sum of g_y.
+    but the last. A convolution's g_y has a token per output pixel, its x one per input pixel. Its
+    products are torch's convolutions. Overridden products and projections of tokens get x unfolded:
+    a token is the window of an output pixel. g_b is torch's own sum of g_y.
 
     Methods run under ``no_grad`` and without autocast. A result of a wrong shape is a ValueError
     that names the method; values are not checked. Names of helpers begin with ``_``: a public name
@@ -46,7 +48,7 @@ class CustomBackward:
 
     elementwise: ClassVar[bool] = True
     """Whether the kept tensors stand for x, value by value; False: for a projection of its tokens.
-    A convolution keeps its pixels with True, its unfolded pixels with False."""
+    True gives a convolution's :meth:`keep` and :meth:`forward_operands` pixels, False windows."""
 
     in_eval: bool = False
     """Whether eval mode multiplies :meth:`forward_operands`, too; False: it is plain."""
@@ -102,7 +104,7 @@ class CustomBackward:
                 f"{type(self).__name__}.gw_gradient: shape {tuple(gy.shape)}; what unkeep gives "
                 f"of x has {tuple(x.shape)}: other samples or tokens"
             )
-        return torch.einsum("bto,bti->oi", gy, x)
+        return torch.einsum("bto,bti->oi", gy, x.to(gy.dtype))
 
     # ---- calls of a user ----
 
@@ -186,8 +188,55 @@ class _Custom(Changed):
         return f"{plain}, method={type(self.method).__name__}"
 
 
-_Windows = tuple[Any, ...] | None
-"""Arguments of F.unfold, ``[N, C kh kw, Ho Wo]`` of a convolution's image; None: linear layer."""
+class _Windows(NamedTuple):
+    """A convolution of one group: arguments of F.fold, and the size of its output."""
+
+    kernel: Any
+    dilation: Any
+    padding: Any
+    stride: Any
+    grid: tuple[int, int]
+
+    def product(self, image: Tensor, w: Tensor) -> Tensor:
+        """``[N, O, H', W']`` of an image ``[N, C, H, W]`` and w ``[O, C kh kw]``."""
+        return F.conv2d(image, self._kernels(w), None, self.stride, self.padding, self.dilation)
+
+    def image_gradient(self, gy: Tensor, w: Tensor, image: torch.Size) -> Tensor:
+        """g_x of :meth:`product`; gy ``[N, H' W', O]``."""
+        rest = (_image(gy, self.grid), self.stride, self.padding, self.dilation)
+        gx: Tensor = conv2d_input(image, self._kernels(w), *rest)  # type: ignore[no-untyped-call]
+        return gx
+
+    def weight_gradient(self, gy: Tensor, image: Tensor, w: torch.Size) -> Tensor:
+        """g_w of :meth:`product`; gy ``[N, H' W', O]``."""
+        rest = (_image(gy, self.grid), self.stride, self.padding, self.dilation)
+        size = (w[0], image.shape[1], *self.kernel)
+        gw: Tensor = conv2d_weight(image.to(gy.dtype), size, *rest)  # type: ignore[no-untyped-call]
+        return gw.flatten(1)
+
+    def unfold(self, image: Tensor) -> Tensor:
+        """Windows ``[N, H' W', C kh kw]``, in one copy: F.unfold launches a kernel a sample."""
+        (high, wide), (down, right) = self.padding, self.stride
+        image = F.pad(image, (wide, wide, high, high))
+        sample, channel, row, column = image.stride()
+        steps = (self.dilation[0] * row, self.dilation[1] * column, down * row, right * column)
+        shape = (*image.shape[:2], *self.kernel, *self.grid)
+        return image.as_strided(shape, (sample, channel, *steps)).flatten(1, 3).flatten(2).mT
+
+    def fold(self, gx: Tensor, image: torch.Size) -> Tensor:
+        """Sum windows to an image of this shape."""
+        return F.fold(gx.mT, tuple(image[2:]), *self[:4])
+
+    def _kernels(self, w: Tensor) -> Tensor:
+        return w.reshape(len(w), -1, *self.kernel)
+
+
+def _image(tokens: Tensor, size: Any) -> Tensor:
+    return tokens.mT.reshape(len(tokens), -1, *size)
+
+
+def _tokens(image: Tensor) -> Tensor:
+    return image.flatten(2).mT
 
 
 class CustomLinear(_Custom, nn.Linear):
@@ -213,7 +262,6 @@ class CustomConv2d(_Custom, nn.Conv2d):
             return super().forward(input)
         if input.dim() == 3:
             return self.forward(input.unsqueeze(0)).squeeze(0)
-        windows = (self.kernel_size, self.dilation, self.padding, self.stride)
         input, weight = _cast(input, self.weight.flatten(1))
         assert not isinstance(self.padding, str)
         spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
@@ -222,8 +270,10 @@ class CustomConv2d(_Custom, nn.Conv2d):
             for i in range(2)
         )
         grid = (height, width)
+        windows = _Windows(self.kernel_size, self.dilation, self.padding, self.stride, grid)
         y = _run(input, weight, self.method.on_grid(grid), windows)
-        y = y.mT.reshape(len(input), self.out_channels, *grid)
+        if y.dim() == 3:
+            y = _image(y, grid)
         return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
 
 
@@ -262,46 +312,41 @@ def _shaped(result: Tensor, expected: tuple[int, ...], method: CustomBackward, n
     return result
 
 
-def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows) -> Tensor:
+def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows | None) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         y: Tensor = _Backward.apply(x, w, method, windows)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 
-def _unfolded(image: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
-    # F.unfold in one copy: on CUDA it launches a kernel for every sample.
-    (high, wide), (down, right) = padding, stride
-    image = F.pad(image, (wide, wide, high, high))
-    samples, channels, *size = image.shape
-    grid = [(size[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)]
-    sample, channel, row, column = image.stride()
-    steps = (dilation[0] * row, dilation[1] * column, down * row, right * column)
-    windows = image.as_strided((samples, channels, *kernel, *grid), (sample, channel, *steps))
-    return windows.reshape(samples, channels * kernel[0] * kernel[1], grid[0] * grid[1])
-
-
 class _Backward(torch.autograd.Function):
-    """The product of x ``[B, T, I]``, or of an image's ``windows``, and w, and its backward."""
+    """The product of x ``[B, T, I]``, or of an image and its ``windows``, and w, and its backward.
+
+    The result is ``[B, T, O]``, or an image if torch's convolution computes it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows
+        ctx: Any, x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows | None
     ) -> Tensor:
         ctx.method, ctx.windows, ctx.dtypes = method, windows, (x.dtype, w.dtype)
-        image, x = x, x if windows is None else _unfolded(x, *windows).mT
+        image, pixels = x, windows is not None and method.elementwise
+        if windows is not None:
+            x = _tokens(x) if pixels else windows.unfold(x)
         left, right = method.forward_operands(x, w)
-        y = (left @ right.t()).to(x.dtype)
-        _shaped(y, (*x.shape[:2], w.shape[0]), method, "forward_operands: product")
+        if windows is not None and pixels:
+            _shaped(left, x.shape, method, "forward_operands: x")
+            _shaped(right, w.shape, method, "forward_operands: w")
+            y = windows.product(_image(left, image.shape[2:]), right)
+        else:
+            y = left @ right.t()
+            _shaped(y, (*x.shape[:2], w.shape[0]), method, "forward_operands: product")
         kept: Kept = ()
         if ctx.needs_input_grad[1]:
-            pixels = windows is not None and method.elementwise
-            source = image.flatten(2).mT if pixels else x
-            ctx.shape = source.shape
             # x itself, where that is what is kept, and no copy of it: others may keep it, too.
-            kept = (image,) if _keeps_x(method) else method.keep(_wide(source))
+            kept = (image,) if _keeps_x(method) else method.keep(_wide(x))
         ctx.save_for_backward(core.kept_weight(w, ctx.needs_input_grad[1]), *kept)
-        ctx.image = image.shape
-        return y
+        ctx.image, ctx.shape = image.shape, x.shape
+        return y.to(image.dtype)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -312,27 +357,52 @@ class _Backward(torch.autograd.Function):
                 "torch.func, a backward that is recorded)"
             )
         w, *kept = ctx.saved_tensors
-        gy = _wide(gy)
+        gy = _wide(gy if gy.dim() == 3 else _tokens(gy))
         gx = gw = None
         with torch.autocast(gy.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                wide = _wide(w)
-                gx = _shaped(method.g_x(gy, wide), (*gy.shape[:2], w.shape[1]), method, "g_x")
-                if windows is not None:
-                    gx = F.fold(gx.mT, tuple(ctx.image[2:]), *windows)
-                gx = gx.to(ctx.dtypes[0])
+                gx = _image_gradient(method, gy, _wide(w), windows, ctx.image).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
-                if _keeps_x(method):
-                    flat = _wide(kept[0])
-                    kept = [flat if windows is None else flat.flatten(2).mT]
-                x = method.unkeep(tuple(kept), ctx.shape)
-                if method.elementwise:
-                    _shaped(x, ctx.shape, method, "unkeep")
-                if windows is not None and method.elementwise:
-                    x = _unfolded(_wide(x.mT.reshape(ctx.image)), *windows).mT
-                gw = _shaped(method.g_w(gy, _wide(x)), w.shape, method, "g_w").to(ctx.dtypes[1])
+                gw = _weight_gradient(method, gy, kept, w.shape, ctx).to(ctx.dtypes[1])
         return gx, gw, None, None
 
 
+def _image_gradient(
+    method: CustomBackward, gy: Tensor, w: Tensor, windows: _Windows | None, image: torch.Size
+) -> Tensor:
+    if windows is not None and method.elementwise and _inherits(method, "g_x"):
+        left, right = method.gx_operands(gy, w)
+        _shaped(left, (*gy.shape[:2], len(right)), method, "gx_operands: g_y")
+        _shaped(right, (len(right), w.shape[1]), method, "gx_operands: w")
+        return windows.image_gradient(left, right, image)
+    gx = _shaped(method.g_x(gy, w), (*gy.shape[:2], w.shape[1]), method, "g_x")
+    return gx if windows is None else windows.fold(gx, image)
+
+
+def _weight_gradient(
+    method: CustomBackward, gy: Tensor, kept: list[Tensor], w: torch.Size, ctx: Any
+) -> Tensor:
+    windows: _Windows | None = ctx.windows
+    if _keeps_x(method):
+        flat = _wide(kept[0])
+        if windows is not None:
+            flat = _tokens(flat) if method.elementwise else windows.unfold(flat)
+        kept = [flat]
+    x = method.unkeep(tuple(kept), ctx.shape)
+    if method.elementwise:
+        _shaped(x, ctx.shape, method, "unkeep")
+        if windows is not None:
+            image = _image(_wide(x), ctx.image[2:])
+            if _inherits(method, "g_w"):
+                left = _shaped(method.gw_gradient(gy), gy.shape, method, "gw_gradient")
+                return windows.weight_gradient(left, image, w)
+            x = windows.unfold(image)
+    return _shaped(method.g_w(gy, _wide(x)), w, method, "g_w")
+
+
+def _inherits(method: CustomBackward, name: str) -> bool:
+    return getattr(type(method), name) is getattr(CustomBackward, name)
+
+
 def _keeps_x(method: CustomBackward) -> bool:
-    return type(method).keep is CustomBackward.keep
+    return _inherits(method, "keep")
