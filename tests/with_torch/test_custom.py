@@ -203,6 +203,13 @@ def test_convert_and_revert() -> None:
     assert not hasattr(copied, "hot_report")
 
 
+def test_a_second_backward_takes_the_layers_of_the_first() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 128))
+    for method in (Nearest(), Stochastic()):
+        assert method.convert(model).hot_report == (("0",), {"2": "the output head"})
+    assert type(model[2]) is nn.Linear
+
+
 def test_a_forward_of_its_own_is_named() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].forward = lambda x: F.linear(x, model[0].weight)

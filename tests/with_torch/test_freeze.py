@@ -27,6 +27,7 @@ from hotcore.torch.ops import frozen_codes
 from hotcore.torch.ops.frozen_codes import Format
 from support import refused, saved_tensors
 from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -1294,3 +1295,16 @@ def test_conv1d(bits: Any, peft: Any) -> None:
         merged = wrapped.merge_and_unload()
     assert torch.equal(*(m.transformer.h[0].mlp.c_fc.weight for m in (merged, other)))
     assert type(hot.revert(merged).transformer.h[0].mlp.c_proj).__name__ == "Conv1D"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_full_state_dict_of_torch_s_checkpoints(bits: int) -> None:
+    """torch puts the model's own Parameters beside the values that it loads."""
+    models = [hot.convert(nn.Sequential(nn.Linear(64, 64)), filter_fn=every) for _ in range(2)]
+    for model in models:
+        hot.freeze(model, bits, progress=False)
+    options = checkpoints.StateDictOptions(full_state_dict=True)
+    state = checkpoints.get_model_state_dict(models[0], options=options)
+    checkpoints.set_model_state_dict(models[1], state, options=options)
+    weights = [model[0].weight for model in models]
+    assert (weights[1] - weights[0]).norm() < 0.1 * weights[0].norm()

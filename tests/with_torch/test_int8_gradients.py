@@ -148,6 +148,14 @@ def weights(rank: int, device: str) -> None:
     refused(mixed.unshard, "several types", NotImplementedError)
 
 
+def test_sparse_gradients_are_refused(mesh: Any) -> None:
+    model = nn.Sequential(nn.Embedding(8, 64, sparse=True), nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="gradients of 0 are sparse; expected dense ones"):
+        hot.int8_gradients(nn.parallel.DistributedDataParallel(model))
+    model[0].requires_grad_(False)
+    hot.int8_gradients(nn.parallel.DistributedDataParallel(model))
+
+
 def test_gradients_of_float64_are_refused(mesh: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     wrapped = nn.parallel.DistributedDataParallel(model)

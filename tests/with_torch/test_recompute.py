@@ -194,6 +194,40 @@ def test_errors() -> None:
     refused(lambda: hot.recompute(model[1]), "recomputed already")
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Any, early_stop: bool = False, debug: bool = False) -> Any:
+        y = x if early_stop else self.layer(x)
+        return 2 * y if debug else y
+
+
+@pytest.mark.parametrize("policy", [None, policies.keep_codes])
+@pytest.mark.parametrize("name", ["early_stop", "debug"])
+def test_a_block_gets_arguments_named_as_options_of_checkpoint(policy: Any, name: str) -> None:
+    block = Scaled()
+    hot.convert(nn.ModuleList([block]), filter_fn=lambda *_: True)
+    x = torch.randn(4, 64, requires_grad=True)
+    expected = block(x, **{name: True})
+    hot.recompute([block], policy)
+    y = block(x, **{name: True})
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    with pytest.raises(TypeError, match=r"forward\(\) got .* 'determinism_check'"):
+        block(x, determinism_check="none")
+
+
+def test_a_list_of_operators_is_a_policy() -> None:
+    operators = [torch.ops.aten.addmm.default, next(iter(policies.CODES))]
+    for kept, deferred in ((operators[:1], True), (operators, False)):
+        block = hot.convert(nn.ModuleList([Scaled()]), filter_fn=lambda *_: True)[0]
+        hot.recompute([block], kept)
+        assert block.layer.defer == deferred
+        block(torch.randn(4, 64)).sum().backward()
+
+
 class Cached(nn.Module):
     """A block that appends to a cache, which is empty and hence false at first."""
 

@@ -84,13 +84,19 @@ def int8_gradients(model: nn.Module) -> Int8Exchange:
         TypeError: ``model`` is neither DDP's nor FSDP2's.
         NotImplementedError: this torch has no ``FSDPModule.set_custom_reduce_scatter`` (2.9 has).
         RuntimeError: DDP has a communication hook already.
-        ValueError: DDP's gradients are float64.
+        ValueError: DDP's gradients are float64 or sparse.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if wrong := [name for name, p in named if p.dtype not in DTYPES]:
             raise ValueError(
                 f"model: gradients of {listed(wrong)} are not float32, float16 or bfloat16"
+            )
+        kinds, modules = nn.Embedding | nn.EmbeddingBag, model.module.named_modules()
+        tables = [(name, m) for name, m in modules if isinstance(m, kinds) and m.sparse]
+        if sparse := [name for name, m in tables if m.weight.requires_grad]:
+            raise ValueError(
+                f"model: gradients of {listed(sparse)} are sparse; expected dense ones"
             )
         model.register_comm_hook(model.process_group, _reduce_bucket)
         return Int8Exchange("DDP", 0)

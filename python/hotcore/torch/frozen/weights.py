@@ -513,6 +513,10 @@ class FrozenModule(HotModule, nn.Module):
     def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
         codes: Tensor | None = state.get(prefix + _CODES)
+        if codes is self._parameters[_CODES] and prefix + "weight" in state:
+            # torch.distributed.checkpoint puts the model's own Parameters beside the loaded values.
+            del state[prefix + _CODES]
+            codes = None
         if codes is not None:  # a weight beside them is an unexpected key
             if codes.dtype != torch.uint8:
                 raise ValueError(f"codes of dtype {codes.dtype}; expected torch.uint8")

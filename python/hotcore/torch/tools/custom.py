@@ -157,7 +157,8 @@ class CustomBackward:
         if hot:
             raise ValueError(f"model: {hot[0]} runs HOT; hotcore.torch.revert(model) comes first")
         fresh = [row for row in layers if not isinstance(row[1], _Custom)]
-        left = why_plain(model, fresh, filter_fn)
+        reasons = why_plain(model, layers, filter_fn)  # the head is the last of all layers
+        left = {name: reasons[name] for name, _ in fresh if name in reasons}
         for name, module in layers:
             if isinstance(module, _Custom):
                 if filter_fn is not None and not filter_fn(module, name):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ..ops.registry import python_form
 
-Policy = Callable[..., CheckpointPolicy]
+Policy = Callable[..., CheckpointPolicy] | list[Any]
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
 
@@ -64,6 +64,8 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 def keeps_codes(policy: Policy) -> bool:
     """Whether a policy keeps the codes that HOT's layers make of x in the forward pass."""
+    if isinstance(policy, list):  # of the operators whose results are kept
+        return not CODES.isdisjoint(policy)
     decision = policy(SelectiveCheckpointContext(is_recompute=False), _hot.compress.default)
     return decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 

@@ -155,11 +155,16 @@ class _Checkpointed(OwnForward):
                 continue
             if not torch.compiler.is_compiling():
                 warnings.warn(f"hotcore.torch.recompute: {name}={off} {_WHY}", stacklevel=2)
-        return checkpoint(self.forward, *args, **self.options, **kwargs)
+        forward = self.forward
+        if own := _OPTIONS & kwargs.keys():
+            forward = functools.partial(forward, **{name: kwargs.pop(name) for name in own})
+        return checkpoint(forward, *args, **self.options, **kwargs)
 
 
 _CACHES = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
 """transformers' arguments for a KV cache, and the values without one."""
+_OPTIONS = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"}
+"""Keyword arguments that checkpoint would take for its own, and not pass to the block."""
 _WHY = "in training, as a block that is recomputed would write the KV cache twice"
 
 
