@@ -190,7 +190,7 @@ class _Custom(Changed):
 
 
 class _Windows(NamedTuple):
-    """A convolution of one group: arguments of F.fold, and the size of its output."""
+    """A convolution of one group, and the size of its output."""
 
     kernel: Any
     dilation: Any
@@ -217,16 +217,20 @@ class _Windows(NamedTuple):
 
     def unfold(self, image: Tensor) -> Tensor:
         """Windows ``[N, H' W', C kh kw]``, in one copy: F.unfold launches a kernel a sample."""
-        (high, wide), (down, right) = self.padding, self.stride
-        image = F.pad(image, (wide, wide, high, high))
-        sample, channel, row, column = image.stride()
-        steps = (self.dilation[0] * row, self.dilation[1] * column, down * row, right * column)
-        shape = (*image.shape[:2], *self.kernel, *self.grid)
-        return image.as_strided(shape, (sample, channel, *steps)).flatten(1, 3).flatten(2).mT
+        high, wide = self.padding
+        windows = F.pad(image, (wide, wide, high, high))
+        for axis, kernel, dilation, stride in zip(
+            (2, 3), self.kernel, self.dilation, self.stride, strict=True
+        ):
+            span = dilation * (kernel - 1) + 1
+            windows = windows.unfold(axis, span, stride)[..., ::dilation]
+        return windows.permute(0, 1, 4, 5, 2, 3).flatten(1, 3).flatten(2).mT
 
     def fold(self, gx: Tensor, image: torch.Size) -> Tensor:
         """Sum windows to an image of this shape."""
-        return F.fold(gx.mT, tuple(image[2:]), *self[:4])
+        # torch 2.6 compiles no slice of a named tuple.
+        window = (self.kernel, self.dilation, self.padding, self.stride)
+        return F.fold(gx.mT, tuple(image[2:]), *window)
 
     def _kernels(self, w: Tensor) -> Tensor:
         return w.reshape(len(w), -1, *self.kernel)
