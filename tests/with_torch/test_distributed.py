@@ -9,6 +9,7 @@ import plans
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as checkpoints
 from support import refused
 from torch import nn
 from torch_graphs import same
@@ -92,6 +93,11 @@ def frozen(rank: int, wrap: Callable[[nn.Module], nn.Module], bits: Any) -> None
         assert torch.allclose(whole, sum(addends) / WORLD, rtol=1e-5, atol=1e-7), name
     found = model.state_dict()["down.weight"]  # gathered, where it is sharded
     assert type(found) is torch.Tensor and torch.equal(found, expected["down.weight"])
+    options = checkpoints.StateDictOptions(full_state_dict=True)
+    state = checkpoints.get_model_state_dict(model, options=options)
+    state["down.weight"] *= 2
+    checkpoints.set_model_state_dict(model, state, options=options)
+    assert (model.state_dict()["down.weight"] - 2 * found).norm() < 0.2 * found.norm()
 
 
 def ddp(rank: int, device: str) -> None:
