@@ -44,6 +44,8 @@ def test_other_fields_that_change_stay() -> None:
     model[0].config = dataclasses.replace(model[0].config, gw_scale="token")
     schedule.step()
     assert model[0].config == HotConfig.recipe("fast", gx_bits=4, gw_scale="token")
+    schedule.close()
+    assert model[0].config == HotConfig.recipe("fast", gw_scale="token")
 
 
 def test_layers_reverted_meanwhile_stay_plain() -> None:

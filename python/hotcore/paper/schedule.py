@@ -21,8 +21,8 @@ class PrecisionSchedule:
     """Makes the HOT layers of a model compute g_x in 8 bits for a while, then in 4.
 
     Call ``step()`` after each step or epoch, the unit of ``warmup``. The end of ``with schedule:``
-    restores the layers' configurations. Layers keep every other field of their
-    configuration. Put :meth:`state_dict` into a checkpoint to resume a run.
+    restores these bits. Layers keep every other field of their configuration. Put
+    :meth:`state_dict` into a checkpoint to resume a run.
 
     Args:
         model: a converted model; later conversions are not part of the schedule.
@@ -62,9 +62,8 @@ class PrecisionSchedule:
             self._apply()
 
     def close(self) -> None:
-        """Restore the configuration that every layer had before the schedule."""
-        for module, config in self._converted():
-            module.config = config
+        """Restore the bits of g_x that every layer had before the schedule."""
+        self._set(None)
 
     def __enter__(self) -> PrecisionSchedule:
         return self
@@ -86,6 +85,9 @@ class PrecisionSchedule:
         return ((m, config) for m, config in self._layers if isinstance(m, HotModule))
 
     def _apply(self) -> None:
+        self._set(self.bits)
+
+    def _set(self, bits: Bits | None) -> None:
         for module, config in self._converted():
-            gx_bits = self.bits or config.gx_bits
+            gx_bits = bits or config.gx_bits
             module.config = dataclasses.replace(module.config, gx_bits=gx_bits)
