@@ -133,7 +133,6 @@ def pretrained_path(cache: Path, name: str, images: str, seed: int, steps: int |
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = ("device", "devices", "budget")
     parser = timing.error_arguments(__doc__, "[cuda-]TABLE", *options, threads=1)
-    parser.set_defaults(json=None)
     parser.add_argument("--jobs", type=timing.COUNT, default=1)
     parser.add_argument("--table", choices=small_tasks.TABLES, default="rivals")
     parser.add_argument("--tasks", default="vit,gpt", help=f"of {', '.join(small_tasks.TASKS)}")

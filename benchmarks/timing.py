@@ -32,7 +32,8 @@ import torch
 from layers import Call, parse_shape
 
 RESULTS = Path(__file__).parent / "results"
-TEXT = Path(__file__).parents[1] / "build/text"
+QUICK, TEXT = (Path(__file__).parents[1] / "build" / name for name in ("quick", "text"))
+"""Folders of --quick's reports, which replace none of RESULTS, and of the text's tokens."""
 FLUSH_BYTES = 1 << 28
 SPIN_CYCLES = 1_000_000  # half a millisecond, longer than most contenders' host work
 MOST_SPIN_CYCLES = 1 << 28
@@ -315,16 +316,15 @@ def error_arguments(
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     words = f"report; default benchmarks/results/{benchmark}.json"
-    parser.add_argument("--json", type=Path, default=RESULTS / f"{benchmark}.json", help=words)
+    words += ", with --quick in build/quick" if "quick" in more else ""
+    parser.add_argument("--json", type=Path, help=words)
     return parser
 
 
 def arguments(description: str | None, benchmark: str, *more: str) -> argparse.ArgumentParser:
     """Make a parser with the options of all timed scripts, and ``more`` of :data:`OPTIONS`."""
     options, threads = ("device", "rounds", "seed", *more), torch.get_num_threads()
-    parser = error_arguments(description, f"DEVICE-{benchmark}", *options, threads=threads)
-    parser.set_defaults(json=None)
-    return parser
+    return error_arguments(description, f"DEVICE-{benchmark}", *options, threads=threads)
 
 
 def facts_of(benchmark: str, device: str = "cpu") -> dict[str, Any]:
@@ -392,9 +392,10 @@ def driver_version() -> str:
 
 
 def path_of(args: argparse.Namespace, benchmark: str) -> Path:
-    """Return the report's path: ``--json``, or one in RESULTS."""
-    device = getattr(args, "device", "cpu")
-    path: Path = args.json or RESULTS / f"{device}-{benchmark}.json"
+    """Return the report's path: ``--json``, or one in RESULTS, with ``--quick`` in QUICK."""
+    folder = QUICK if getattr(args, "quick", False) else RESULTS
+    device = f"{args.device}-" if hasattr(args, "device") else ""
+    path: Path = args.json or folder / f"{device}{benchmark}.json"
     return path
 
 

@@ -292,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure every form in every case, print the table and write the report."""
     parser = timing.error_arguments(__doc__, "base-formats", "quick")
     args = parser.parse_args(argv)
+    args.json = timing.path_of(args, "base-formats")
     mend_torchvision()
     torch.manual_seed(0)
     report = None if args.quick else timing.resumed(args.json, {})

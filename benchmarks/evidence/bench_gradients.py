@@ -282,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--tasks: of {', '.join(small_tasks.README)}; --draws, --batches: from 2")
     if max(args.at) >= args.steps:
         parser.error(f"--at: {max(args.at)} is past the {args.steps} --steps")
+    args.json = timing.path_of(args, "gradients")
     small_tasks.use_threads(args.threads)
     keys = ("methods", "at", "steps", "seeds", "draws", "batches")
     settings = {"tasks": tasks} | {key: getattr(args, key) for key in keys}

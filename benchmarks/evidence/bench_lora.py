@@ -2,7 +2,7 @@
 
     python -m benchmarks.evidence.bench_lora gpt     # 20 minutes on a core; continues its report
     python -m benchmarks.evidence.bench_lora bert albert
-    python -m benchmarks.evidence.bench_lora --adapters --json build/adapters.json
+    python -m benchmarks.evidence.bench_lora --adapters
     python -m benchmarks.evidence.bench_lora --quick # toys, for a test
 
 bench_base.py compares the outputs of bases that nobody trains. Here adapters of rank 16 train on
@@ -292,10 +292,11 @@ def measured(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every form in every task, print the differences and write the report."""
-    parser = timing.error_arguments(__doc__, "base-lora", "quick")
+    parser = timing.error_arguments(__doc__, "base-lora[-adapters]", "quick")
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: all")
     parser.add_argument("--adapters", action="store_true", help="forms of the adapters")
     args = parser.parse_args(argv)
+    args.json = timing.path_of(args, "base-lora-adapters" if args.adapters else "base-lora")
     mend_torchvision()
     torch.set_num_threads(1)
     report = None if args.quick else timing.resumed(args.json, {})

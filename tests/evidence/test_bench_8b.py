@@ -116,7 +116,7 @@ def test_contenders_are_paired_and_a_run_goes_on(
 
 def test_a_report_is_that_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without --json: a run of the 1B must not replace the 8B's report."""
-    monkeypatch.setattr("timing.RESULTS", tmp_path)
+    monkeypatch.setattr("timing.QUICK", tmp_path)
     monkeypatch.setattr(bench_8b, "row_of", lambda *_: {"error": "stop"})
     monkeypatch.setattr(bench_8b, "sequences_of", lambda *_: None)
     words = ["--quick", "--size", "1b", "--contenders", "bf16"]

@@ -278,6 +278,24 @@ def test_formats_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert ours in capsys.readouterr().out
 
 
+def test_neither_toys_nor_adapters_replace_the_bases_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --json: each has a report of its own, and a toy's is not among the results."""
+    from evidence import bench_lora
+
+    for name in ("RESULTS", "QUICK"):
+        monkeypatch.setattr(f"timing.{name}", tmp_path / name)
+    monkeypatch.setattr(bench_lora, "TASKS", {"gpt": lambda quick: None})
+    monkeypatch.setattr(bench_lora, "measured", lambda task, forms, rows, seeds, write: write())
+    monkeypatch.setattr("evidence.doc_tables.lora_gap", lambda *_: "")
+    for words in ([], ["--adapters"], ["--quick"]):
+        bench_lora.main(words)
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json"))
+    names = ("QUICK/base-lora", "RESULTS/base-lora-adapters", "RESULTS/base-lora")
+    assert found == [f"{name}.json" for name in names]
+
+
 @pytest.mark.long
 def test_losses_of_lora_by_base(tmp_path: Path) -> None:
     """Every form at toy size, on a decoder that has hardly been trained."""
