@@ -57,6 +57,8 @@ LEAST_S = 40.0
 COMMON, FIRST = 4, 2
 """Sequences of the timed steps and of the first; not 1, which compilers treat as a constant."""
 MOST_TRIALS = 4
+DEFAULTS = {"seed": 0, "backend": "inductor"}
+"""Settings that a report names only if they differ, because earlier reports name none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,7 +445,7 @@ def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
 
 def arguments(argv: Sequence[str] | None) -> Any:
     parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend", "cache")
-    parser.set_defaults(backend="inductor")
+    parser.set_defaults(backend=DEFAULTS["backend"])
     parser.add_argument("--size", choices=SIZES, default="8b", help="model; not with --quick")
     args = timing.begin(parser, argv)
     args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
@@ -455,6 +457,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
     args = arguments(argv)
     settings = {"size": dataclasses.asdict(args.model), "device": args.device}
+    settings |= {k: getattr(args, k) for k, v in DEFAULTS.items() if getattr(args, k) != v}
     if args.device == "cuda":
         settings["card"] = torch.cuda.get_device_name(0)
         torch.cuda.set_per_process_memory_fraction(SHARE)
@@ -485,7 +488,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         timing.write(args, "8b", content)
         with cleaned(args.device):
             rows[name] = row_of(contender, args, text, left_s)
-        rows = content["whole"] = {c.name: rows[c.name] for c in CONTENDERS if c.name in rows}
+        known = {c.name: rows[c.name] for c in CONTENDERS if c.name in rows}
+        rows = content["whole"] = known | rows  # last those that this version does not have
         timing.write(args, "8b", content)
         let_go(args.device)
     print("\n".join(doc_tables.whole(content)))

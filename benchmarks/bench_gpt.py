@@ -236,7 +236,10 @@ def batches(
 # ---- one run ----
 
 
-DEFAULTS: dict[str, Any] = {"graph": False, "points": 10, "accumulate": 1}
+DEFAULTS: dict[str, Any] = {
+    **{"graph": False, "points": 10, "accumulate": 1, "backend": "inductor"}
+}
+"""Settings that a report names only if they differ, because earlier reports name none."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,7 @@ class How:
 
     def state(self, contender: Contender, seed: int, text: Text) -> Path:
         """Path of a run's saved state; its name contains everything the run depends on."""
-        facts = [self.settings(), self.backend, contender.name, seed, text.digest()]
+        facts = [self.settings(), contender.name, seed, text.digest()]
         name = json.dumps([*facts, torch.__version__, hotcore.__version__])
         return self.cache / f"state-{hashlib.sha256(name.encode()).hexdigest()[:16]}.pt"
 
@@ -511,7 +514,7 @@ def one_run(contender: Contender, seed: int, how: How) -> dict[str, Any]:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = ("contenders", "quick", "budget", "backend", "cache", "devices")
     parser = timing.arguments(__doc__, "gpt", *options)
-    parser.set_defaults(backend="inductor")
+    parser.set_defaults(backend=DEFAULTS["backend"])
     add, names = parser.add_argument, [contender.name for contender in CONTENDERS]
     add("--size", choices=tuple(SIZES), default="91M")
     add("--seeds", type=int, nargs="+", default=[0])
@@ -579,13 +582,17 @@ def main(argv: Sequence[str] | None = None) -> None:
           f"{facts['epochs']} epochs", flush=True)  # fmt: skip
     chosen = [contender for contender in CONTENDERS if contender.name in args.contenders]
     content = {"settings": settings, "runs": runs, "tokens": len(text.training),
-               "parameters": size.parameters, "text": facts, "left out": {}}  # fmt: skip
+               "parameters": size.parameters, "text": facts,
+               "left out": (earlier or {}).get("left out", {})}  # fmt: skip
     del text
 
     def done(key: str, run: dict[str, Any]) -> None:
+        name_of = key.rpartition("/")[0]
+        content["left out"].pop(name_of, None)
         if "left out" in run:
-            content["left out"][key.rpartition("/")[0]] = run["left out"]
+            content["left out"][name_of] = run["left out"]
             print(f"{key}: {run['left out']}")
+            timing.write(args, name, content)
             return
         runs[key] = run
         step = f", {run['step_ms']:.1f} ms a step" if "step_ms" in run else ""

@@ -55,7 +55,7 @@ def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) ->
         cores = max(1, (os.cpu_count() or 1) // args.jobs)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
     jobs = {model: steps.jobs_for(model, args.jobs, args.device) for model in args.models}
-    content["steps"] = entries = earlier(args)
+    content["steps"] = entries = earlier(args, setting.backend)
     done = {
         model: [name for name, row in entry["rows"].items() if "step" in row]
         for model, entry in entries.items()
@@ -77,7 +77,7 @@ def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) ->
         entry = entries.setdefault(model, {"title": task.title, "rows": {}})
         measured = {name: row for name, row in entry["rows"].items() if "step" in row}
         known = entry["rows"] | rows | measured  # keeps the reference's row of the first wave
-        entry["rows"] = {c.name: known[c.name] for c in people(task) if c.name in known}
+        entry["rows"] = {c.name: known[c.name] for c in people(task) if c.name in known} | known
         slowest = max(slowest, time.perf_counter() - start)
         print(f"  {time.perf_counter() - start:.0f} s", flush=True)
         timing.write(args, "steps", content)
@@ -87,14 +87,15 @@ def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) ->
                 content["failed"][f"{model}, {name}"] = row["error"]
 
 
-def earlier(args: Any) -> dict[str, Any]:
-    """Read the models of --resume's report. Raises ValueError if another machine wrote it."""
+def earlier(args: Any, backend: str) -> dict[str, Any]:
+    """Read the models of --resume's report. Raises ValueError if its machine or settings differ."""
     if args.resume is None:
         return {}
     report = json.loads(args.resume.read_text())
     facts = timing.machine(args.device)
-    here = (facts["device"], facts["torch"], args.quick)
-    there = (report["device"], report["versions"]["torch"], report["quick"])
+    here = (facts["device"], facts["torch"], args.quick, args.seed, backend)
+    there = (report["device"], report["versions"]["torch"], report["quick"], report["seed"],
+             report["backend"])  # fmt: skip
     if here != there:
         raise ValueError(f"--resume: {args.resume} is of {there}, this is {here}")
     steps: dict[str, Any] = report["steps"]

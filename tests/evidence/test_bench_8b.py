@@ -124,6 +124,23 @@ def test_a_report_is_that_of_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [path.name for path in tmp_path.iterdir()] == ["cpu-1b.json"]
 
 
+def test_a_report_keeps_its_settings_and_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another seed or compiler is refused. Rows stay whose contender this version does not have."""
+    monkeypatch.setattr(bench_8b, "row_of", lambda *_: {"left_out": "nothing"})
+    monkeypatch.setattr(bench_8b, "sequences_of", lambda *_: None)
+    path = tmp_path / "8b.json"
+    report = run(tmp_path, "--contenders", "bf16")
+    report["whole"] = {"bf16 of yesterday": {"left_out": "removed"}} | report["whole"]
+    path.write_text(json.dumps(report))
+    assert list(run(tmp_path, "--contenders", "bf16", PLAIN)["whole"]) == [
+        PLAIN, "bf16", "bf16 of yesterday",
+    ]  # fmt: skip
+    for words in (["--seed", "1"], ["--backend", "eager"]):
+        refused(run, "has other settings", SystemExit, tmp_path, *words)
+
+
 def test_a_base_never_exists_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is frozen before the next is made, from the weights that bf16's LoRA has."""
     plain: list[int] = []

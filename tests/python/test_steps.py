@@ -241,10 +241,14 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert "bf16 checkpointed" in printed and str(path) in printed
     # Without time no row starts, and the report says so; earlier rows stay.
+    rows["default of yesterday"] = rows["default eager"]  # which this version does not have
+    path.write_text(json.dumps(report))
     more = [*words, "--json", str(path), "--resume", str(path), "--contenders", "default eager"]
     bench_models.main([*more, "bf16 eager", "--budget", "-1"])
     again = json.loads(path.read_text())["steps"]["llama_lora"]["rows"]
     assert again.pop("bf16 eager")["left_out"] == "no time left" and again == rows
+    for other in (["--seed", "1"], ["--backend", "eager"]):
+        refused(bench_models.main, "--resume: .* this is ", SystemExit, [*more, *other])
     report["device"] = "another"
     path.write_text(json.dumps(report))
     refused(lambda: bench_models.main(more), r"--resume: .* is of \('another', ", SystemExit)

@@ -45,9 +45,25 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
     assert path.read_text() == kept
     bench_gpt.main([*words, "--contenders", "bf16", "--seeds", "1", "--budget", "-1"])
     assert path.read_text() == kept
-    refused(lambda: bench_gpt.main([*words, "--steps", "3"]), "has other settings", SystemExit)
+    for more in (["--steps", "3"], ["--backend", "eager"]):
+        refused(bench_gpt.main, "has other settings", SystemExit, [*words, *more])
     with pytest.raises(SystemExit):
         bench_gpt.main([*words, "--contenders", "nobody"])
+
+
+def test_a_contender_that_is_left_out_stays_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is the last one, and after a later call for another contender."""
+    monkeypatch.setattr(bench_gpt, "sources", lambda *_: SHORT_TEXT)
+    path = tmp_path / "report.json"
+    words = ["--quick", "--backend", "eager", "--cache", str(tmp_path), "--contenders"]
+    done = {"seconds": 1.0, "validation_loss": 2.0}
+    for name, row in (("FP8 rowwise", {"left out": "no torchao"}), ("bf16", done)):
+        monkeypatch.setattr(bench_gpt, "one_run", lambda *_, row=row: row)
+        report = report_of(bench_gpt, path, *words, name)
+        assert report["left out"] == {"FP8 rowwise": "no torchao"}
+    assert set(report["runs"]) == {"bf16/0"}
 
 
 def test_validation_text_is_apart(tmp_path: Path) -> None:
