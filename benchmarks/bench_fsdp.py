@@ -349,11 +349,18 @@ def arguments(parser: Any, argv: Sequence[str] | None, models: Mapping[str, int]
 
 
 def measure_all(
-    args: Any, benchmark: str, jobs: Mapping[str, Callable[[], Row]], settings: Row
+    args: Any,
+    benchmark: str,
+    jobs: Mapping[str, Callable[[], Row]],
+    settings: Row,
+    before: Row | None = None,
 ) -> None:
-    """Measure the jobs whose rows the report lacks, until ``--budget`` would be exceeded."""
-    path = timing.path_of(args, benchmark)
-    rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    """Measure the jobs whose rows the report lacks, until ``--budget`` would be exceeded.
+
+    Ends the script if the report has other settings than ``before``, by default ``settings``.
+    """
+    earlier = timing.resumed(timing.path_of(args, benchmark), before or settings)
+    rows: dict[str, Row] = earlier["rows"] if earlier else {}
     begun, longest = time.perf_counter(), 0.0
     for key, job in jobs.items():
         start = time.perf_counter()
@@ -370,6 +377,21 @@ def measure_all(
         timing.write(args, benchmark, {"settings": settings, "rows": rows})
     if failed := [key for key in jobs if "error" in rows.get(key, {})]:
         sys.exit(f"failed: {failed}")
+
+
+def report_of(model: str, quick: bool) -> tuple[str, Row]:
+    """Name of a model's report, and its settings."""
+    toys: Row = {"quick": True} if quick else {}
+    if model == "llama_8b":
+        return "fsdp", {"steps": STEPS[model], "rank": RANK, **toys}
+    return "ddp", {"steps": STEPS, "rank": RANK, "ddp": DDP, **toys}
+
+
+def same_device(path: Path, device: str) -> None:
+    """End the script if a report of speeds is another machine's."""
+    there = json.loads(path.read_text())["device"] if path.exists() else None
+    if there not in (None, here := timing.machine(device)["device"]):
+        sys.exit(f"json: {path} is of {there}, this is {here}. Name another file, or remove it")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -396,9 +418,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return together(*([name] if sharded else names))[name]
 
     jobs = {f"{', '.join(parts)}/{name}": functools.partial(row_of, name) for name in names}
-    measure_all(
-        args, "fsdp" if sharded else "ddp", jobs, {"steps": STEPS, "rank": RANK, "ddp": DDP}
-    )
+    benchmark, settings = report_of(args.model, args.quick)
+    same_device(timing.path_of(args, benchmark), args.device)
+    measure_all(args, benchmark, jobs, settings)
 
 
 if __name__ == "__main__":

@@ -301,24 +301,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = Run(contender=name, steps=steps, seed=seed, **shared)
         key = f"{args.model}/{args.gpus}/{part}/{name}/{seed}"
         jobs[key] = functools.partial(row_of, part, run)
-    benchmark = f"wire-{gpt}" if gpt else "several"
-    path = timing.path_of(args, benchmark)
+    benchmark, settings = f"wire-{gpt}" if gpt else "several", {"steps": steps}
+    before: Row = dict(settings)
     if gpt:
         begun = time.perf_counter()
-        settings: Row = {
-            "steps": steps,
-            "size": asdict(run.gpt),
-            "text": run.text().facts(run.gpt, steps),
-        }
+        settings |= {"size": asdict(run.gpt), "text": run.text().facts(run.gpt, steps)}
         args.budget -= time.perf_counter() - begun
-        timing.resumed(path, settings)  # ends the script if a report has another text
-    else:  # a report has models with batches of their own
-        others = json.loads(path.read_text())["settings"]["each"] if path.exists() else {}
-        each = others | {args.model: args.each}
-        settings = {"steps": steps, "each": each}
-        known = {model: each[model] for model in others}
-        timing.resumed(path, settings | {"each": known})
-    bench_fsdp.measure_all(args, benchmark, jobs, settings)
+        before = settings
+    else:  # a report has models with settings of their own; an old one lacks some
+        path = timing.path_of(args, benchmark)
+        there = json.loads(path.read_text())["settings"] if path.exists() else {}
+        for name in ("each", "images", "layers"):
+            known = there.get(name, {})
+            settings[name] = known | {args.model: vars(args)[name]}
+            before |= {name: {model: settings[name][model] for model in known}} if known else {}
+    bench_fsdp.measure_all(args, benchmark, jobs, settings, before)
 
 
 if __name__ == "__main__":

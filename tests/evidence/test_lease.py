@@ -130,9 +130,34 @@ def test_a_report_keeps_the_batch_of_each_model(
     several.main([*words, "llama_8b"])
     first = path.read_text()
     assert json.loads(first)["settings"]["each"] == {"vit_l": 3, "llama_8b": 2}
-    for more in (["--each", "2"], ["--each", "3", "--steps", "5"]):
-        refused(several.main, "other settings", SystemExit, [*words, "vit_l", *more])
+    base = [*words, "vit_l", "--each"]
+    others = (["--steps", "5"], ["--images", "folder:mine"], ["--layers", "1"])
+    for more in (["2"], *(["3", *other] for other in others)):
+        refused(several.main, "other settings", SystemExit, [*base, *more])
     assert path.read_text() == first
+    report = json.loads(first)
+    report["settings"] = {name: report["settings"][name] for name in ("steps", "each")}
+    path.write_text(json.dumps(report))  # an earlier one, which does not name its images
+    several.main([*base, "3", "--images", "folder:mine", "--seeds", "1"])
+    assert json.loads(path.read_text())["settings"]["images"] == {"vit_l": "folder:mine"}
+
+
+@pytest.mark.parametrize("model", ["llama_8b", "vit_l"])
+def test_speeds_are_those_of_one_machine_and_its_settings(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_fsdp, "launched", lambda *_: {"bf16": {"left_out": "nothing"}})
+    path = tmp_path / "speeds.json"
+    words = ["--quick", "--model", model, "--json", str(path), "--contenders", "bf16"]
+    bench_fsdp.main(words)
+    first = path.read_text()
+    report = json.loads(first)
+    for key, value in (("device", "another GPU"), ("settings", {**report["settings"], "rank": 9})):
+        path.write_text(json.dumps({**report, key: value}))
+        refused(bench_fsdp.main, "another GPU|other settings", SystemExit, words)
+    name, settings = bench_fsdp.report_of(model, quick=False)
+    kept = json.loads((RESULTS / f"cuda-{name}.json").read_text())
+    assert kept["settings"] == settings  # so that it goes on
 
 
 def test_gaps_beyond_the_seeds_spread() -> None:
