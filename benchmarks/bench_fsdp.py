@@ -10,9 +10,9 @@ trains fp32 weights under bf16 autocast, with the settings of ``DDP``, and torch
 split blocks at its buckets. "INT8 gradients" is hot.int8_gradients. Blocks are compiled one by one;
 head and loss of the language model come in chunks. Steps are queued one after the other, with one
 synchronisation per repeat. DDP's contenders live in the same processes, and their repeats take
-turns: hosts vary more than contenders. FSDP2's run one after the other. --no-peer makes GPUs
-exchange data by way of the host, as consumer cards and many PCIe machines do. A report continues:
-rows that it has are not measured again, except for errors.
+turns, bf16's among them: hosts vary more than contenders. FSDP2's run one after the other.
+--no-peer makes GPUs exchange data by way of the host, as consumer cards and many PCIe machines do.
+A report continues: rows that it has are not measured again, except for errors.
 """
 
 from __future__ import annotations
@@ -290,7 +290,11 @@ def measured(run: Run, device: torch.device) -> dict[str, Row]:
     for _ in range(REPEATS):
         for contender in timed.values():
             contender.repeat()
-    return rows | {name: contender.finished() for name, contender in timed.items()}
+    finished = {name: contender.finished() for name, contender in timed.items()}
+    if run.beside and "bf16" in finished:
+        plain_ms = finished["bf16"]["step"]["median_ms"]
+        finished = {name: row | {"bf16_ms": plain_ms} for name, row in finished.items()}
+    return rows | finished
 
 
 def process(rank: int, world: int, work: Any, run: Run, folder: Path) -> None:
@@ -415,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sharded = args.model == "llama_8b"  # two of its contenders do not fit a GPU
 
     def row_of(name: str) -> Row:
-        return together(*([name] if sharded else names))[name]
+        return together(*([name] if sharded else dict.fromkeys(["bf16", *names])))[name]
 
     jobs = {f"{', '.join(parts)}/{name}": functools.partial(row_of, name) for name in names}
     benchmark, settings = report_of(args.model, args.quick)

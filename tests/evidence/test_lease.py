@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import SHORT_TEXT, refused
@@ -158,6 +159,28 @@ def test_speeds_are_those_of_one_machine_and_its_settings(
     name, settings = bench_fsdp.report_of(model, quick=False)
     kept = json.loads((RESULTS / f"cuda-{name}.json").read_text())
     assert kept["settings"] == settings  # so that it goes on
+
+
+def test_contenders_of_ddp_are_compared_with_bf16_of_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later call measures bf16 again, whose row of an earlier one stays."""
+    times, asked = {"bf16": 10.0, "FP8 tensorwise": 8.0}, []
+
+    def launched(work: object, run: bench_fsdp.Run, world: int) -> dict[str, Any]:
+        asked.append((run.contender, *run.beside))
+        rows = {name: {"step": {"median_ms": times[name]}} for name in asked[-1]}
+        return {name: row | {"bf16_ms": times["bf16"]} for name, row in rows.items()}
+
+    monkeypatch.setattr(bench_fsdp, "launched", launched)
+    path = tmp_path / several_tables.DDP
+    words = ["--quick", "--model", "vit_l", "--json", str(path), "--contenders"]
+    bench_fsdp.main([*words, "bf16"])
+    times["bf16"] = 16.0  # another host
+    bench_fsdp.main([*words, "FP8 tensorwise"])
+    assert asked == [("bf16",), ("bf16", "FP8 tensorwise")]
+    table = "\n".join(several_tables.ddp(tmp_path))
+    assert "| vit_l | bf16 | 10 ms |  |" in table and "| FP8 tensorwise | 2.00× |  |" in table
 
 
 def test_gaps_beyond_the_seeds_spread() -> None:
