@@ -444,7 +444,8 @@ def sequences_of(size: Size, cache: Path, device: str) -> Tensor:
 
 
 def arguments(argv: Sequence[str] | None) -> Any:
-    parser = timing.arguments(__doc__, "8b", "contenders", "quick", "budget", "backend", "cache")
+    options = ("contenders", "quick", "budget", "backend", "cache")
+    parser = timing.arguments(__doc__, "8b", *options, own=("rounds",))
     parser.set_defaults(backend=DEFAULTS["backend"])
     parser.add_argument("--size", choices=SIZES, default="8b", help="model; not with --quick")
     args = timing.begin(parser, argv)

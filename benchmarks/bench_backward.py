@@ -556,7 +556,7 @@ def fitted(name: str, tables: Mapping[Shape, Mapping[str, Row]]) -> dict[str, An
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "backward", "shape")
-    parser.add_argument("--group", action="append", choices=tuple(CUDA_GROUPS))
+    parser.add_argument("--group", action="append", help="of layers; repeatable")
     parser.add_argument("--recipe", action="append", choices=RECIPES)
     parser.add_argument("--part", action="append", choices=(*PARTS, "rule"))
     parser.add_argument("--short", action="store_true", help="fewer shapes, for gpu_check")
@@ -564,8 +564,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = timing.begin(parser, argv, lambda args: hotcore.set_isa(args.isa))
     args.recipe = args.recipe or ["default", "fast", "paper"]
     groups: Groups = CPU_GROUPS if args.device == "cpu" else CUDA_GROUPS
-    if args.group and args.device == "cuda":
-        groups = {name: groups[name] for name in args.group}
+    groups = {n: groups[n] for n in timing.fitting(parser, list(groups), args.group, "--group")}
     if args.shape:
         groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
     parts = args.part or (["layers"] if args.device == "cpu" else PARTS)

@@ -399,7 +399,8 @@ def same_device(path: Path, device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "fsdp", "contenders", "quick", "budget")
+    own = ("rounds", "seed")
+    parser = timing.arguments(__doc__, "fsdp", "contenders", "quick", "budget", own=own)
     parser.add_argument("--no-peer", action="store_true", help="NCCL_P2P_DISABLE=1")
     args = arguments(parser, argv, EACH)
     os.environ |= {"NCCL_P2P_DISABLE": "1"} if args.no_peer else {}

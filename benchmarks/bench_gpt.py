@@ -513,7 +513,7 @@ def one_run(contender: Contender, seed: int, how: How) -> dict[str, Any]:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = ("contenders", "quick", "budget", "backend", "cache", "devices")
-    parser = timing.arguments(__doc__, "gpt", *options)
+    parser = timing.arguments(__doc__, "gpt", *options, own=("rounds", "seed"))
     parser.set_defaults(backend=DEFAULTS["backend"])
     add, names = parser.add_argument, [contender.name for contender in CONTENDERS]
     add("--size", choices=tuple(SIZES), default="91M")

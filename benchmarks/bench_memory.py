@@ -204,7 +204,8 @@ def compare(rows: dict[str, dict[str, Row]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "memory", "quick", "budget", "contenders")
+    options, own = ("quick", "budget", "contenders"), ("rounds", "seed")
+    parser = timing.arguments(__doc__, "memory", *options, own=own)
     parser.add_argument("--batches", type=timing.COUNT, nargs="+", default=list(BATCHES))
     args = timing.begin(parser, argv)
     names = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)

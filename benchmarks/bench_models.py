@@ -174,6 +174,8 @@ def arguments(argv: Sequence[str] | None) -> Any:
         args.models = args.models or STEP_MODELS
     else:
         args.models = args.models or [name for name, task in TASKS.items() if task.table]
+        if args.contenders:
+            parser.error("--contenders: for part step; the table has all recipes")
         if any(TASKS[name].frozen for name in args.models):
             parser.error("--models: LoRA's blocks have part step alone: they do not train in fp32")
     return args

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -321,10 +321,16 @@ def error_arguments(
     return parser
 
 
-def arguments(description: str | None, benchmark: str, *more: str) -> argparse.ArgumentParser:
-    """Make a parser with the options of all timed scripts, and ``more`` of :data:`OPTIONS`."""
-    options, threads = ("device", "rounds", "seed", *more), torch.get_num_threads()
-    return error_arguments(description, f"DEVICE-{benchmark}", *options, threads=threads)
+def arguments(
+    description: str | None, benchmark: str, *more: str, own: Collection[str] = ()
+) -> argparse.ArgumentParser:
+    """Make a parser with the options of all timed scripts, and ``more`` of :data:`OPTIONS`.
+
+    ``own``: of "rounds" and "seed" those for which a script has its own rule.
+    """
+    usual = [name for name in ("device", "rounds", "seed") if name not in own]
+    threads = torch.get_num_threads()
+    return error_arguments(description, f"DEVICE-{benchmark}", *usual, *more, threads=threads)
 
 
 def facts_of(benchmark: str, device: str = "cpu") -> dict[str, Any]:
@@ -349,7 +355,7 @@ def begin(
 ) -> argparse.Namespace:
     """Parse and check options, set threads, seed and ``settings``, and print the machine."""
     args = parser.parse_args(argv)
-    if args.rounds < 2 or args.threads < 1:
+    if vars(args).get("rounds", 2) < 2 or args.threads < 1:
         parser.error("--rounds must be at least 2 and --threads at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
@@ -359,7 +365,7 @@ def begin(
         # glibc returns large blocks to the system until it has freed one as large, and a call then
         # pays for new pages. A training process is past that.
         torch.empty(31 << 20, dtype=torch.uint8)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(vars(args).get("seed", 0))
     if settings is not None:
         settings(args)
     print(", ".join(f"{key} {value}" for key, value in machine(args.device).items()), flush=True)

@@ -278,7 +278,8 @@ def row_of(part: str, run: Run) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "several", "contenders", "quick", "budget", "cache")
+    options = ("contenders", "quick", "budget", "cache")
+    parser = timing.arguments(__doc__, "several", *options, own=("rounds", "seed"))
     parser.add_argument("--part", nargs="+", choices=PARTS, help="default: all of the model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(

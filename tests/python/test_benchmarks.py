@@ -81,6 +81,11 @@ def test_shapes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     for script, word in ((bench_backward, "1,2"), (bench_gemm, "0,1,2")):
         refused(script.main, "", SystemExit, ["--shape", word])
         assert "is no shape" in capsys.readouterr().err
+    refused(bench_backward.main, "", SystemExit, ["--group", "Llama-3-8B"])  # a group of the GPU's
+    assert "--group: 'Llama-3-8B' fits none of ['ViT-B, 8 images']" in capsys.readouterr().err
+    words = ["--part", "table", "--contenders", "bf16*"]
+    refused(bench_models.main, "", SystemExit, words)
+    assert "--contenders: for part step" in capsys.readouterr().err
     if not torch.cuda.is_available():
         refused(lambda: bench_fwht.main(["--device", "cuda"]), "", SystemExit)
         assert "no CUDA device" in capsys.readouterr().err

@@ -49,6 +49,9 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
         refused(bench_gpt.main, "has other settings", SystemExit, [*words, *more])
     with pytest.raises(SystemExit):
         bench_gpt.main([*words, "--contenders", "nobody"])
+    assert bench_gpt.arguments(["--quick", "--seed", "3"]).seeds == [3]  # short for --seeds
+    refused(lambda: bench_gpt.main([*words, "--rounds", "3"]), "", SystemExit)
+    assert not {"rounds", "seed"} & json.loads(kept).keys()
 
 
 def test_a_contender_that_is_left_out_stays_in_the_report(
