@@ -446,7 +446,12 @@ def combined(runs: Sequence[dict[str, Row]]) -> dict[str, Row]:
         figures = [{"step_ms": one["step"]["median_ms"]} | one.get("of reference", {})
                  for one in all_of]  # fmt: skip
         row["runs"] = [{k: one[k] for k in ("step_ms", "step") if k in one} for one in figures]
-        row["step"] = timing.spread([one["step_ms"] for one in figures])
+        first_ms = row["step"]["median_ms"]
+        for key in ("step", "host"):
+            if all(key in one for one in all_of):
+                row[key] = timing.spread([one[key]["median_ms"] for one in all_of])
+        if "tokens_per_s" in row:
+            row["tokens_per_s"] *= first_ms / row["step"]["median_ms"]
         for key in ("step", "host"):
             ratios = [one[key] for one in figures if key in one]
             if ratios:

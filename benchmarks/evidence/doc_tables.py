@@ -222,6 +222,10 @@ def points(report: Report, *models: str) -> Lines:
             title = ""
 
 
+RIVALS = ("FP8", "torchao", "Liger", "nf4")
+"""Words of other libraries' contenders, which hot.advise does not try."""
+
+
 def switch(results: Path, *files: str) -> Lines:
     """Setting by model and goal that hot.advise chooses, beside the best of plain bf16.
 
@@ -238,9 +242,10 @@ def switch(results: Path, *files: str) -> Lines:
         tried = []
         for name, row in rows.items():
             plain, step = name.startswith("bf16 ") and " head" not in name, row["step"]
+            rival = any(words in name for words in RIVALS)
             size, quartiles = round(row["peak_gib"] * 2**30), (step["q1_ms"], step["q3_ms"])
             measured = Measured(step["median_ms"], *quartiles, size)
-            if "eager" not in name and "FP8" not in name:
+            if "eager" not in name and not rival:
                 noisy = name.startswith("fast")
                 tried.append(Tried(name, "", plain, noisy, measured))
         title = entry["title"]
@@ -421,10 +426,10 @@ def gallery(report: Report) -> Lines:
     """Speed and peak of the examples at a real size, beside plain torch."""
     yield from header(["script", "contender", "a second", "of plain's", "peak, GiB", "of plain's"])
     for name, example in report["examples"].items():
-        title, words = GALLERY[name]
+        title, what = GALLERY[name]
         plain = example["contenders"]["plain"]
         for contender, row in example["contenders"].items():
-            first = f"[{title}](../../examples/{name}.py), {words}" if row is plain else ""
+            first = f"[{title}](../../examples/{name}.py), {what}" if row is plain else ""
             if "left out" in row:
                 yield line([first, contender, row["left out"][:80], *[""] * 3])
                 continue

@@ -205,6 +205,8 @@ def test_what_to_switch_on(tmp_path: Path) -> None:
         **{"default compiled": row(8, 9), "default compiled, kept": row(14, 4)},
         **{"default compiled, saved 8": row(5, 1), "default compiled, saved 8/4": row(1, 1)},
         **{"fast compiled": row(5, 5), "FP8 tensorwise compiled": row(1, 1), "failed": {}},
+        **{"torchao INT8 compiled": row(1, 1), "frozen nf4 compiled": row(1, 1)},
+        "bf16 compiled, Liger": row(1, 1),
     }
     other = {"bf16 compiled": row(10, 10)}
     for name, found in (("a", {"m": rows}), ("b", {"m": other, "n": other})):

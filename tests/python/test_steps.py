@@ -254,6 +254,21 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     refused(lambda: bench_models.main(more), r"--resume: .* is of \('another', ", SystemExit)
 
 
+def test_several_runs_are_one_row() -> None:
+    """Step, host and tokens a second are medians over the runs, as the ratios are."""
+
+    def run(step: float, host: float) -> dict[str, Any]:
+        row = {"step": {"median_ms": step}, "host": {"median_ms": host}, "tokens_per_s": 60 / step}
+        return {"x": row | {"of reference": {"step": step / 10, "host": host / 10}}}
+
+    row = steps.combined([run(20.0, 9.0), run(10.0, 5.0), run(12.0, 6.0)])["x"]
+    assert row["step"]["median_ms"] == 12 and row["host"]["median_ms"] == 6
+    assert row["of reference"] == {"step": 1.2, "host": 0.6}
+    assert row["tokens_per_s"] == pytest.approx(5)
+    failed = steps.combined([run(20.0, 9.0), {"x": {"error": "gone"}}])
+    assert failed == {"x": {"error": "gone"}}
+
+
 def test_a_contender_that_fails_is_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
