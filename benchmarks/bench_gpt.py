@@ -161,23 +161,43 @@ def sources(min_chars: int, every: int = EVERY) -> Iterator[tuple[str, str]]:
 
 
 def tokens(size: Size, count: int, cache: Path, epochs: int = 1) -> Text:
-    """Make text for ``count`` training tokens, read up to ``epochs`` times; cached in ``cache``.
+    """Take text for ``count`` tokens of ``epochs`` passes from ``cache``, or make it there.
 
     Raises ValueError if the installed packages hold too little text.
     """
     every = EVERY if size.validation_batches <= FULL.validation_batches else EVERY_LONG
     name = cache / f"gpt-{size.vocabulary}-{count}-{every}.pt"
     if name.exists():
-        return Text(**torch.load(name, weights_only=True))
+        text = Text(**torch.load(name, weights_only=True))
+    else:
+        text = tokenised(size.vocabulary, int(4.5 * count), every)  # 3.3 to 4 characters a token
+    if len(text.training) * epochs < count:
+        raise ValueError(
+            f"the installed packages give {len(text.training)} tokens, read {epochs} times at "
+            f"most; expected {count} (fewer --steps, more --epochs)"
+        )
+    windows = len(_windows(text.validation, size))
+    if windows < size.validation_batches * size.batch:
+        raise ValueError(
+            f"the installed packages give {windows // size.batch} batches for validation; "
+            f"expected {size.validation_batches} (--validation-batches)"
+        )
+    if not name.exists():
+        timing.write_whole(name, lambda part: torch.save(vars(text), part))
+    return text
+
+
+def tokenised(vocabulary: int, min_chars: int, every: int) -> Text:
+    """Tokenise the installed packages' text by a BPE that a part of it trains."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    files = list(sources(int(4.5 * count), every))  # a token is 3.3 to 4 characters
+    files = list(sources(min_chars, every))
     texts = [text for _, text in files]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size.vocabulary,
+        vocab_size=vocabulary,
         special_tokens=["<end>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -189,24 +209,10 @@ def tokens(size: Size, count: int, cache: Path, epochs: int = 1) -> Text:
             part = "training" if index % every else "validation"
             parts[part].append(torch.tensor([0, *code.ids], dtype=torch.int16))
     joined: dict[str, Any] = {key: torch.cat(value) for key, value in parts.items()}
-    here = {key: len(value) for key, value in joined.items()}
-    if here["training"] * epochs < count:
-        raise ValueError(
-            f"the installed packages give {here['training']} tokens, read {epochs} times at most; "
-            f"expected {count} (fewer --steps, more --epochs)"
-        )
-    windows = len(_windows(joined["validation"], size))
-    if windows < size.validation_batches * size.batch:
-        raise ValueError(
-            f"the installed packages give {windows // size.batch} batches for validation; "
-            f"expected {size.validation_batches} (--validation-batches)"
-        )
     characters: Counter[str] = Counter()
     for package, text in files:
         characters[package] += len(text)
-    joined["packages"] = dict(characters.most_common())
-    timing.write_whole(name, lambda part: torch.save(joined, part))
-    return Text(**joined)
+    return Text(**joined, packages=dict(characters.most_common()))
 
 
 def _windows(text: Tensor, size: Size) -> Tensor:

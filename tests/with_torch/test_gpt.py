@@ -81,6 +81,10 @@ def test_validation_text_is_apart(tmp_path: Path) -> None:
     assert sum(text.packages.values()) == chars and set(text.packages) == {n for n, _ in files}
     again = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
     assert torch.equal(again.training, text.training) and again.packages == text.packages
+    # A text in the cache may lack what a later call asks for.
+    many = dataclasses.replace(bench_gpt.QUICK, validation_batches=8, batch=10**6)
+    for words in ((many, 20000, tmp_path), (bench_gpt.QUICK, 20000, tmp_path, 0)):
+        refused(bench_gpt.tokens, "the installed packages give", ValueError, *words)
 
 
 def test_a_report_keeps_its_text_and_points(
