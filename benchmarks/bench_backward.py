@@ -254,25 +254,34 @@ def paper_calls(shape: Shape, recipes: Sequence[str], device: str) -> dict[str, 
 def part_paper(args: argparse.Namespace) -> dict[str, Any]:
     """Time copies of the arrays in turn, more than the L2 holds. Returns rows and their means."""
     tables: dict[str, Any] = {}
+    speeds: list[dict[str, float]] = []
     print("\nThe paper's layers, g_x and g_w, us; (times faster than fp32)")
     for shape, published in (PAPER if args.device == "cuda" else {TOY: 1.0}).items():
         tokens, outs, ins = shape
         nbytes = 4 * (tokens * outs + outs * ins + tokens * ins)
         make = partial(paper_calls, shape, args.recipe, args.device)
         rows = timing.in_graphs(make, nbytes, args.rounds, args.device)
-        words = []
-        for name, row in rows.items():
-            row["faster than fp32"] = ratio(rows, "fp32", name)
-            words.append(f"{name} {row['median_ms'] * 1e3:.1f} ({row['faster than fp32']:.2f})")
+        timed = [name for name, row in rows.items() if not isinstance(row, str)]
+        speeds.append({name: ratio(rows, "fp32", name) for name in timed})
+        words = [f"{name}: {row}" for name, row in rows.items() if isinstance(row, str)]
+        for name, speed in speeds[-1].items():
+            rows[name]["faster than fp32"] = speed
+            words.append(f"{name} {rows[name]['median_ms'] * 1e3:.1f} ({speed:.2f})")
         print(f"  {shape!s:18s} paper {published:.1f}  {'  '.join(words)}", flush=True)
         table = {"shape": shape, "published": published, "rows": rows}
         tables[",".join(map(str, shape))] = table
-    means = {}
-    for name in next(iter(tables.values()))["rows"]:
-        values = [table["rows"][name]["faster than fp32"] for table in tables.values()]
-        means[name] = {"geomean": statistics.geometric_mean(values), "worst": min(values)}
+    means = {"means": means_of(speeds)}
     published_mean = statistics.geometric_mean([t["published"] for t in tables.values()])
-    return {"rotating": {"shapes": tables, "means": means, "published geomean": published_mean}}
+    return {"rotating": {"shapes": tables, **means, "published geomean": published_mean}}
+
+
+def means_of(speeds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Compute geometric mean and minimum of speeds by layer, for names that every layer has."""
+    names = [name for name in speeds[0] if all(name in layer for layer in speeds)]
+    values = {name: [layer[name] for layer in speeds] for name in names}
+    return {
+        n: {"geomean": statistics.geometric_mean(v), "worst": min(v)} for n, v in values.items()
+    }
 
 
 # ---- stages ----

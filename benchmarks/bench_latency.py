@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +37,8 @@ PARTS = ("graph", "breakdown", "batch")
 FIG_1 = ("layer4.conv2", "qkv", "stages.1.fc1")
 """Layers of Fig. 1: ResNet-50's, ViT-B's, EfficientFormer-L7's."""
 RECIPES = ("default", "fast", "paper")
+PAPERS = ("LBP-WHT", "HOT")
+"""Columns of the paper's table."""
 BATCH = 128
 GRAPH_CALLS = 24
 LARGE_CALL_BUDGET_MS = 60.0
@@ -133,18 +134,14 @@ def breakdown(shape: Shape) -> dict[str, Any]:
 
 def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Compute geometric mean and minimum of the speed in units of fp32's, beside the paper's."""
-    ratios: dict[str, list[float]] = {}
+    speeds = []
     for table in tables.values():
         ms = {n: row["median_ms"] for n, row in table["rows"].items() if isinstance(row, Mapping)}
-        paper = {f"the paper's {name}": table["paper_us"][name] for name in ("LBP-WHT", "HOT")}
-        for name, value in ms.items():
-            ratios.setdefault(name, []).append(ms["fp32"] / value)
-        for name, value in paper.items():
-            ratios.setdefault(name, []).append(table["paper_us"]["FP"] / value)
-    return {
-        name: {"geomean": statistics.geometric_mean(r), "worst": min(r), "layers": len(r)}
-        for name, r in sorted(ratios.items())
-    }
+        paper = {name: table["paper_us"]["FP"] / table["paper_us"][name] for name in PAPERS}
+        speeds.append({name: ms["fp32"] / value for name, value in sorted(ms.items())})
+        speeds[-1] |= {f"the paper's {name}": speed for name, speed in paper.items()}
+    found = bench_backward.means_of(speeds)
+    return {name: row | {"layers": len(speeds)} for name, row in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -136,17 +136,22 @@ def trainings(results: Path, *files: str) -> Lines:
     reports = {name: report_of(results, name) for name in files}
     columns = [(report, task) for report in reports.values() for task in tasks_of(report)]
     yield from training_lines(columns)
+    yield from _left_out(reports)
+    yield from ("", dates_line(results, reports))
+
+
+def _left_out(reports: Mapping[str, Report]) -> Lines:
+    """Yield the methods without rows, and why; LoRA is for another table."""
     for name, report in reports.items():
         for method, why in report["left out"].items():
             if method != "lora":
                 yield from ("", f"*{name}: `{method}` left out: {' '.join(why.split())}*")
-    yield from ("", dates_line(results, reports))
 
 
 def accuracies(results: Path, *files: str) -> Lines:
     """Yield each method's accuracy in per cent, and its points less fp32's of the same seeds."""
-    reports = [report_of(results, name) for name in files]
-    tasks = [(report, task) for report in reports for task in tasks_of(report)]
+    reports = {name: report_of(results, name) for name in files}
+    tasks = [(report, task) for report in reports.values() for task in tasks_of(report)]
     columns = [
         {
             method: {seed: 100 * run.get("val_accuracy", math.nan) for seed, run in runs.items()}
@@ -163,7 +168,8 @@ def accuracies(results: Path, *files: str) -> Lines:
             cells.append(plus_minus([*mine.values()], 2, ""))
             cells.append("" if method == "fp32" else interval_words(gaps, 2))
         yield line(cells)
-    data = dict.fromkeys(report["settings"]["images"] for report in reports)
+    yield from _left_out(reports)
+    data = dict.fromkeys(report["settings"]["images"] for report in reports.values())
     yield from ("", f"*{'; '.join(data)}.*", "", dates_line(results, files))
 
 

@@ -116,6 +116,7 @@ def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
     """Draw every method's difference to fp32: the mean and each seed."""
     gaps = {name: tables.differences(report, task, name) for name in tables.of_task(report, task)}
     rows = {n: values for n, values in gaps.items() if values and math.isfinite(sum(values))}
+    lacking = [shown(name) for name in gaps if name not in rows]
     worst_first = sorted(rows, key=lambda name: -statistics.mean(rows[name]))
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.23 * len(rows)), layout="constrained")
     for place, name in enumerate(worst_first):
@@ -126,7 +127,8 @@ def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xscale("symlog", linthresh=0.05)
     axes.set_xlabel("validation loss less fp32's of the same seed; dots: seeds")
-    axes.set_title(f"{report['settings']['table']}: {task}", fontsize=10)
+    words = f"; diverged or without fp32's seed: {', '.join(lacking)}" if lacking else ""
+    axes.set_title(f"{report['settings']['table']}: {task}{words}", fontsize=10)
     save(figure, path, transparent=False)
 
 

@@ -222,7 +222,11 @@ def chosen(task: str, names: str | None, table: str) -> list[Contender]:
         chosen_names[chosen_names.index(spec)] = name = spec.rpartition(":")[2]
         more.append(Contender(name, spec))
     every = {contender.name: contender for contender in (*table_of(task, table), *more)}
-    known = {c.name for t in TASKS for c in table_of(t, table)} | {c.name for c in more}
+    known = {c.name for t in TASKS for c in table_of(t, table)}
+    for contender in more:
+        if contender.name in known:
+            raise ValueError(f"methods: {contender.method}: another method has its name")
+        known.add(contender.name)
     unknown = [name for name in chosen_names if name not in known]
     if unknown:
         raise ValueError(f"methods: {', '.join(unknown)}: none of {', '.join(sorted(known))}")

@@ -138,6 +138,22 @@ def test_the_supplements_table(
     assert names[2 : 2 + len(methods)] == list(methods)
 
 
+def test_methods_without_figures_are_named(tmp_path: Path) -> None:
+    """A table of accuracies names what was left out, a figure of gaps what diverged."""
+    runs = {"images-vit/fp32/0": {"val_loss": 2.0, "val_accuracy": 0.5}}
+    runs["images-vit/paper/0"] = {"diverged": "loss is nan"}
+    report = {"runs": runs, "left out": {"luq": "no  memory", "lora": "for fine-tuning"}}
+    report["settings"] = {"images": "ten", "table": "supplement"}
+    (tmp_path / "a.json").write_text(json.dumps(report))
+    lines = list(evidence_tables.accuracies(tmp_path, "a.json"))
+    assert "*a.json: `luq` left out: no memory*" in lines and "lora" not in "".join(lines)
+    pytest.importorskip("matplotlib")
+    from evidence import plot_evidence
+
+    plot_evidence.plot_differences(report, "images-vit", tmp_path / "gaps.svg")
+    assert "images-vit; diverged or without fp32" in (tmp_path / "gaps.svg").read_text()
+
+
 def test_work_side_by_side() -> None:
     work = [(str(i), math.factorial, (i,)) for i in range(5)]
     for jobs in (1, 2):

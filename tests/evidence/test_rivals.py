@@ -145,6 +145,11 @@ def test_a_method_in_a_file_has_rows_in_the_tables(
     with pytest.raises(SystemExit):
         bench_training.main(["--methods", "fp32;other.py:Best", "--json", "none.json"])
     assert "other.py:Best: there is no 'other.py'" in capsys.readouterr().err
+    (tmp_path / "also.py").write_text((tmp_path / "signs.py").read_text())
+    twice = "signs.py:SignGradient;also.py:SignGradient"
+    with pytest.raises(SystemExit):
+        bench_training.main([*small[2:], "--methods", twice, "--json", "none.json"])
+    assert "also.py:SignGradient: another method has its name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", [m for m in SIMULATED if m not in ("authors_hot", "actnn_2bit")])

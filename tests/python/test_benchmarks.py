@@ -1,5 +1,6 @@
 """The benchmarks: their clock and arithmetic, and each script once at toy size on the CPU."""
 
+import argparse
 import json
 import statistics
 from pathlib import Path
@@ -14,6 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 # After the skip: these need torch.
 import bench_backward  # noqa: E402
 import bench_gemm  # noqa: E402
+import bench_latency  # noqa: E402
 import bench_models  # noqa: E402
 import hotcore  # noqa: E402
 import timing  # noqa: E402
@@ -115,6 +117,24 @@ def test_bench_backward(tmp_path: Path) -> None:
     assert both["of nn.Linear"] == pytest.approx(both["median_ms"] / plain, rel=1e-4)
     for end in ("CPU's generator, item", "cpu's generator, a tensor there"):
         assert f"draw a seed, {end}" in host
+
+
+def test_a_mean_is_of_all_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call that a graph cannot hold has its reason in place of a time, and no mean."""
+    rows = {"fp32": {"median_ms": 2.0}, "bf16": {"median_ms": 1.0}}
+    means = bench_latency.means({
+        name: {"rows": found, "paper_us": {"FP": 6.0, "LBP-WHT": 3.0, "HOT": 2.0}}
+        for name, found in (("a", rows), ("b", {**rows, "bf16": "RuntimeError: no"}))
+    })  # fmt: skip
+    assert means["fp32"] == {"geomean": 1.0, "worst": 1.0, "layers": 2} and "bf16" not in means
+    assert means["the paper's HOT"]["geomean"] == pytest.approx(3)
+    failing = {"fp32": {"median_ms": 2.0}, "bf16": "RuntimeError: no"}
+    monkeypatch.setattr(timing, "in_graphs", lambda *_: failing)
+    settings = argparse.Namespace(device="cpu", recipe=[], rounds=2)
+    assert set(bench_backward.part_paper(settings)["rotating"]["means"]) == {"fp32"}
+    assert "bf16: RuntimeError: no" in capsys.readouterr().out
 
 
 def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
