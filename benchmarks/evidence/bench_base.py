@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gzip
+import hashlib
 import json
 import math
 import random
@@ -136,6 +137,18 @@ def sequences(texts: Sequence[str], encode: Callable[[str], list[int]], count: i
         if len(ids) >= count * LENGTH:
             return torch.tensor(ids[: count * LENGTH]).view(count, LENGTH)
     raise ValueError(f"texts: {len(ids)} tokens; expected {count * LENGTH}")
+
+
+def digest_of(*parts: Tensor) -> str:
+    """A hash of tokens."""
+    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:16]
+
+
+def keep_text(report: dict[str, Any], name: str, *parts: Tensor) -> None:
+    """Note the text of a case in the report. Ends the script if its rows are of another text."""
+    digest = digest_of(*parts)
+    if report.setdefault("texts", {}).setdefault(name, digest) != digest:
+        sys.exit(f"json: the report's rows of {name} are of another text: name another file")
 
 
 def bert_encoder() -> Callable[[str], list[int]]:
@@ -298,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = None if args.quick else timing.resumed(args.json, {})
     report = report or {**timing.facts_of("base-formats"), "settings": {}, "cases": {}}
     for name, case in cases(args.quick):
+        keep_text(report, name, case.ids, case.calibration)
         rows, exact = report["cases"].setdefault(name, {}), case.outputs()
         for title in (*ROUNDED, *FROZEN):
             if title not in rows:

@@ -65,7 +65,6 @@ SIZE = bench_gpt.Size(128, 2, 4, 128, 16, 256, 3e-3, 60, 20)
 TOKENS_PER_PARAMETER = 20
 CLASSES, MASKED, HELD = 20, 0.15, 20
 """Modules of ``bert``, share of masked tokens, batches that are held back."""
-CACHE = ROOT / "build/bench_lora.pt"
 Batch = tuple[Tensor, Tensor]
 
 
@@ -147,7 +146,8 @@ def gpt(quick: bool) -> Task:
     steps = math.ceil(TOKENS_PER_PARAMETER * size.parameters / (size.batch * size.context))
     sources, before = _windows(files[:20] if quick else files, size)
     plain = Task(nn.Module(), [], sources, before, size.batch, 3 if quick else steps)
-    model = pretrained(size, plain, None if quick else CACHE)
+    digest = f"{bench_base.digest_of(*sources)}-{torch.__version__}"
+    model = pretrained(size, plain, None if quick else ROOT / f"build/bench_lora-{digest}.pt")
     other, held = _windows(others, size)
     return Task(model, linears(model), other, held, size.batch, 2 if quick else 200, before)
 
@@ -303,9 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = report or {**timing.facts_of("base-lora"), "settings": {}, "tasks": {}}
     forms = (PLAIN, *CODED) if args.adapters else FORMS
     for name in args.tasks or (["gpt"] if args.quick else TASKS):
-        rows = report["tasks"].setdefault(name, {})
+        rows, task = report["tasks"].setdefault(name, {}), TASKS[name](args.quick)
+        bench_base.keep_text(report, name, *task.training, *task.held)
         write = functools.partial(timing.write_json, args.json, report)
-        measured(TASKS[name](args.quick), forms, rows, SEEDS[:2] if args.quick else SEEDS, write)
+        measured(task, forms, rows, SEEDS[:2] if args.quick else SEEDS, write)
         for form in forms[1:]:
             print(name, form, doc_tables.lora_gap(rows, form, forms[0]), flush=True)
     return 0

@@ -305,10 +305,15 @@ def about(report: Report) -> Lines:
 
 
 def each_group(report: Report, part: str) -> Iterator[tuple[str, str, Report]]:
-    """Yield group of layers, contender and its row, from gpu-check."""
+    """Yield group of layers, contender and its row, from gpu-check; no figures if not steady."""
     for group, parts in report["bench_backward"]["layers"].items():
-        for name, row in parts[part].items():
-            yield group, name, row
+        rows = next(iter(parts["layers"].values()))["rows"]
+        if part == "both":
+            names = [name for name in rows if name.endswith(" both") and "torch" not in name]
+        else:
+            names = [n.removeprefix("hotcore ") for n in rows if n.startswith("hotcore ")]
+        for name in names:
+            yield group, name, parts[part].get(name, {"faster than": {}})
 
 
 def faster(report: Report, part: str, rivals: Mapping[str, str]) -> Lines:
@@ -336,8 +341,9 @@ def floor(report: Report) -> Lines:
     """Times of the layers' backward, their floors, and the ratio."""
     yield from header(["sum of four layers", "µs", "floor, µs", "of the floor"])
     for group, recipe, row in each_group(report, "recipes"):
-        figures = [f"{1e3 * row['sum_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
-        yield line([f"{group}, `{recipe}`", *figures, f"{row['times the floor']:.2f}"])
+        us = (1e3 * row[key] if key in row else None for key in ("sum_ms", "floor_ms"))
+        figures = [*(number(value, 0) for value in us), number(row.get("times the floor"), 2)]
+        yield line([f"{group}, `{recipe}`", *figures])
 
 
 def host(report: Report) -> Lines:

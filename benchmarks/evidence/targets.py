@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 Report = Mapping[str, Any]
@@ -20,7 +22,9 @@ class Target(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """ "aim", "must" or "missed"."""
+        """ "aim", "must" or "missed"; "no figure" if a row was not steady or a rival is missing."""
+        if math.isnan(self.measured):
+            return "no figure"
 
         def reached(bar: float) -> bool:
             return self.measured >= bar if self.more_is_better else self.measured <= bar
@@ -58,17 +62,23 @@ OF_STOCK = {  # group of bench_gemm.py -> products in the table of stock tiles
 }
 
 
+NONE: Report = {"faster than": {}}
+"""Row of a contender without a sum."""
+
+
 def of_backward(report: Report) -> Iterator[Target]:
+    measured = {*product(report.get("layers", {}), report.get("recipes", ()))}
     for (group, recipe, rival), (must, aim) in AGAINST.items():
-        figures = report.get("layers", {}).get(group, {}).get("recipes", {}).get(recipe, {})
-        if rival in figures.get("faster than", {}):
-            measured = figures["faster than"][rival]
-            yield Target(f"{group} sum, {recipe} faster than {rival}", measured, must, aim)
+        if (group, recipe) in measured:
+            row = report["layers"][group]["recipes"].get(recipe, NONE)
+            speed = row["faster than"].get(rival, math.nan)
+            yield Target(f"{group} sum, {recipe} faster than {rival}", speed, must, aim)
     for (group, recipe), (must, aim) in BOTH.items():
-        row = report.get("layers", {}).get(group, {}).get("both", {}).get(f"{recipe} int8 both")
-        if row and "torch bf16 both" in row["faster than"]:
+        if (group, recipe) in measured:
+            row = report["layers"][group]["both"].get(f"{recipe} int8 both", NONE)
+            speed = row["faster than"].get("torch bf16 both", math.nan)
             work = f"{group} sum, forward and backward, {recipe} with an 8-bit forward, of bf16"
-            yield Target(work, row["faster than"]["torch bf16 both"], must, aim)
+            yield Target(work, speed, must, aim)
     for group, table in report.get("layers", {}).items():
         for recipe, row in table["recipes"].items():
             work = f"{group}, compress {recipe}, copies of x"

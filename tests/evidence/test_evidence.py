@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import report_of
+from support import refused, report_of
 
 torch = pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
@@ -152,6 +152,24 @@ def test_methods_without_figures_are_named(tmp_path: Path) -> None:
 
     plot_evidence.plot_differences(report, "images-vit", tmp_path / "gaps.svg")
     assert "images-vit; diverged or without fp32" in (tmp_path / "gaps.svg").read_text()
+
+
+def test_a_row_that_was_not_steady_stays_in_the_tables() -> None:
+    """It has no sum: a bar without a figure, and a row of empty cells."""
+    from evidence import doc_tables, targets
+
+    rows = dict.fromkeys(["hotcore fast", "hotcore default", "fast int8 both", "torch bf16 both"])
+    table = {"layers": {"qkv": {"rows": rows}}, "both": {}, "recipes": {}}
+    figures = {"sum_ms": 1.0, "floor_ms": 0.5, "times the floor": 2.0, "compress of a copy": 1}
+    table["recipes"]["fast"] = {**figures, "faster than": {"bf16 products": 2.0}}
+    report = {"recipes": ["default", "fast"], "layers": {"ViT-B": table}}
+    found = {row["work"]: row["reached"] for row in targets.rows(report, {}, {})}
+    assert found["ViT-B sum, fast faster than bf16 products"] == "aim"
+    assert found["ViT-B sum, default faster than bf16 products"] == "no figure"
+    assert [*found.values()].count("no figure") == 3  # with two of forward and backward
+    check = {"bench_backward": report}
+    assert "| ViT-B, `default` |  |  |  |" in list(doc_tables.floor(check))
+    assert list(doc_tables.both(check))[2:] == ["| ViT-B, `fast`, 8-bit forward |  |  |"]
 
 
 def test_work_side_by_side() -> None:
@@ -304,7 +322,9 @@ def test_neither_toys_nor_adapters_replace_the_bases_report(
 
     for name in ("RESULTS", "QUICK"):
         monkeypatch.setattr(f"timing.{name}", tmp_path / name)
-    monkeypatch.setattr(bench_lora, "TASKS", {"gpt": lambda quick: None})
+    text = torch.zeros(2, 4), torch.zeros(2)
+    task = bench_lora.Task(torch.nn.Module(), [], text, text, 1, 1)
+    monkeypatch.setattr(bench_lora, "TASKS", {"gpt": lambda quick: task})
     monkeypatch.setattr(bench_lora, "measured", lambda task, forms, rows, seeds, write: write())
     monkeypatch.setattr("evidence.doc_tables.lora_gap", lambda *_: "")
     for words in ([], ["--adapters"], ["--quick"]):
@@ -312,6 +332,9 @@ def test_neither_toys_nor_adapters_replace_the_bases_report(
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json"))
     names = ("QUICK/base-lora", "RESULTS/base-lora-adapters", "RESULTS/base-lora")
     assert found == [f"{name}.json" for name in names]
+    bench_lora.main([])
+    text[0][0, 0] = 1
+    refused(bench_lora.main, "rows of gpt are of another text", SystemExit, [])
 
 
 @pytest.mark.long
