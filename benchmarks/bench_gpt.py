@@ -242,9 +242,7 @@ def batches(
 # ---- one run ----
 
 
-DEFAULTS: dict[str, Any] = {
-    **{"graph": False, "points": 10, "accumulate": 1, "backend": "inductor"}
-}
+DEFAULTS: dict[str, Any] = {"graph": False, "points": 10, "backend": "inductor"}
 """Settings that a report names only if they differ, because earlier reports name none."""
 
 
@@ -261,8 +259,6 @@ class How:
     points: int
     graph: bool
     timed: bool
-    accumulate: int = 1
-    """Number of batches per step."""
     save_s: float = math.inf
     """Seconds between saved states of a run."""
 
@@ -273,7 +269,7 @@ class How:
         return self.cache / f"state-{hashlib.sha256(name.encode()).hexdigest()[:16]}.pt"
 
     def text(self) -> Text:
-        count = (self.steps + 2) * self.size.batch * self.size.context * self.accumulate
+        count = (self.steps + 2) * self.size.batch * self.size.context
         return tokens(self.size, count, self.cache, self.epochs)
 
     def settings(self) -> dict[str, Any]:
@@ -425,9 +421,9 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
         loss: Tensor = criterion(logits, batch[1])
         return loss
 
-    def plain_step(stacked: Batch) -> Tensor:
-        every = map(loss_of, zip(*stacked, strict=True))
-        return torch.stack(update(optimizer, every, how.accumulate)).mean()
+    def plain_step(batch: Batch) -> Tensor:
+        (loss,) = update(optimizer, map(loss_of, [batch]), 1)
+        return loss
 
     training, held_out = text.training.to(device), text.validation.to(device)
 
@@ -462,7 +458,7 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
     every, loss_every = max(1, steps // how.points), max(1, steps // 100)
     first = kept["step"]
     order = torch.Generator().manual_seed(seed)
-    source = batches(training, size, order, first * how.accumulate)
+    source = batches(training, size, order, first)
     for step in range(first, steps + 1):
         if (step % every == 0 and step not in dict(curve)) or step == steps:
             loss_now = validation()
@@ -478,8 +474,7 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
         if step == steps:
             break
         set_rate(optimizer, size.learning_rate * rate(step, steps, size))
-        inputs, targets = zip(*itertools.islice(source, how.accumulate), strict=True)
-        loss = one_step((torch.stack(inputs), torch.stack(targets)))
+        loss = one_step(next(source))
         if step % loss_every == 0:
             losses.append(loss.clone())
         if step % every == every - 1:
@@ -527,8 +522,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run = parser.add_mutually_exclusive_group()
     run.add_argument("--steps", type=timing.COUNT, help="default: 900")
     run.add_argument("--tokens-per-parameter", type=timing.above_zero(float), metavar="T")
-    add("--tokens-per-step", type=int, metavar="N",
-        help="default: 32,768; more are accumulated")  # fmt: skip
     count = {"type": timing.COUNT}
     add("--epochs", **count, default=4, help="largest number of passes over the text")
     add("--validation-batches", **count, metavar="N", help="default: the size's")
@@ -545,22 +538,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.model = QUICK if args.quick else SIZES[args.size]
     if args.validation_batches is not None:
         args.model = replace(args.model, validation_batches=args.validation_batches)
-    _step_of(parser, args)
     if args.tokens_per_parameter is not None:
-        step = args.model.batch * args.model.context * args.accumulate
+        step = args.model.batch * args.model.context
         args.steps = math.ceil(args.tokens_per_parameter * args.model.parameters / step)
     args.steps = args.steps or 900
     return args
-
-
-def _step_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Set ``args.accumulate``, and a smaller batch in ``args.model``, by --tokens-per-step."""
-    context, batch = args.model.context, args.model.batch * args.model.context
-    total = batch if args.tokens_per_step is None else args.tokens_per_step
-    if total < 1 or total % (context if total < batch else batch):
-        parser.error(f"--tokens-per-step must be a multiple of {context}, above {batch} of that")
-    args.accumulate = max(1, total // batch)
-    args.model = replace(args.model, batch=min(total, batch) // context)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -570,7 +552,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     how = How(
         min(args.steps, 4) if args.quick else args.steps, size, args.device, args.backend,
         args.cache, args.epochs, args.points, args.graph, args.jobs <= args.devices,
-        args.accumulate, args.save,
+        args.save,
     )  # fmt: skip
     name = "gpt" if args.quick or args.size == "91M" else f"gpt-{args.size}"
     path = timing.path_of(args, name)
@@ -580,7 +562,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = how.text()
     except ValueError as error:
         sys.exit(f"bench_gpt.py: {error}")
-    facts = text.facts(size, how.steps * how.accumulate)
+    facts = text.facts(size, how.steps)
     if earlier and earlier.get("text", facts)["sha256"] != facts["sha256"]:
         sys.exit(f"json: {path} has runs on another text: name another file")
     runs: dict[str, Any] = earlier["runs"] if earlier else {}

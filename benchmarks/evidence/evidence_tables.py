@@ -648,9 +648,8 @@ def decided(results: Path, size: str) -> Lines:
 
 def tokens_of(report: Report) -> int:
     """Return the tokens per step."""
-    settings = report["settings"]
-    size = settings["size"]
-    return int(size["batch"] * size["context"] * settings.get("accumulate", 1))
+    size = report["settings"]["size"]
+    return int(size["batch"] * size["context"])
 
 
 def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:

@@ -106,32 +106,27 @@ def test_a_report_keeps_its_text_and_points(
     assert "--graph needs --device cuda" in capsys.readouterr().err
 
 
-def trained(folder: Path, *words: str) -> Any:
-    """Return the report's runs at toy size."""
-    path = folder / f"{len(list(folder.glob('*.json')))}.json"
-    base = ["--quick", "--backend", "eager", "--threads", "1", "--cache", str(folder)]
-    return report_of(bench_gpt, path, *base, *words)["runs"]
-
-
-def test_accumulated_batches_are_one(
-    seeded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_losses_of_parts_train_like_that_of_the_whole(
+    seeded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two batches of four train like one of eight; a smaller batch differs."""
-    toy, clip, norms = bench_gpt.QUICK, torch.nn.utils.clip_grad_norm_, []
+    """Two batches of four train like one of eight; one batch of four differs."""
+    size, clip, norms = bench_gpt.QUICK, torch.nn.utils.clip_grad_norm_, []
     monkeypatch.setattr(
         torch.nn.utils, "clip_grad_norm_", lambda *words: norms.append(float(clip(*words)))
     )
-    twice = trained(tmp_path, "--tokens-per-step", "256", "--contenders", "bf16")["bf16/0"]
-    settings = json.loads((tmp_path / "0.json").read_text())["settings"]
-    assert settings["accumulate"] == 2 and settings["size"]["batch"] == toy.batch == 4
-    monkeypatch.setattr(bench_gpt, "QUICK", dataclasses.replace(toy, batch=8))
-    once = trained(tmp_path, "--contenders", "bf16")["bf16/0"]
-    assert once["training"] == pytest.approx(twice["training"], rel=2e-3)
-    assert len(norms) == 8 and norms[4:] == pytest.approx(norms[:4], rel=0.02)
-    smaller = trained(tmp_path, "--tokens-per-step", "128", "--contenders", "bf16")["bf16/0"]
-    settings = json.loads((tmp_path / "2.json").read_text())["settings"]
-    assert settings["size"]["batch"] == 4 and "accumulate" not in settings
-    assert smaller["training"][0] != pytest.approx(once["training"][0], rel=1e-5)
+    x, y = torch.randint(size.vocabulary, (2, 8, size.context))
+    weights = []
+    for rows in ([slice(4), slice(4, 8)], [slice(8)], [slice(4)]):
+        torch.manual_seed(0)
+        model = bench_gpt.model_of(size, bench_gpt.CONTENDERS[0], "cpu", None)
+        optimizer = bench_gpt.optimizer_of(list(model.parameters()), graph=False)
+        bench_gpt.set_rate(optimizer, 1e-3)
+        losses = (bench_gpt.cross_entropy(model(x[part]), y[part]) for part in rows)
+        assert len(bench_gpt.update(optimizer, losses, len(rows))) == len(rows)
+        weights.append(model.blocks[0].fc1.weight.detach().clone())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) != pytest.approx(norms[2], rel=1e-3)
+    assert torch.allclose(weights[0], weights[1], atol=2e-4)
+    assert not torch.allclose(weights[2], weights[1], atol=5e-4)
 
 
 @pytest.mark.parametrize("contender", ["bf16", "default int8-forward"])
@@ -140,7 +135,7 @@ def test_a_cut_run_goes_on_to_the_same_bits(
 ) -> None:
     """Cut before its third step, it ends with the losses of a run that was never cut."""
     (chosen,) = (one for one in bench_gpt.CONTENDERS if one.name == contender)
-    how = bench_gpt.How(4, bench_gpt.QUICK, "cpu", "eager", tmp_path, 4, 4, False, True, 2, 0.0)
+    how = bench_gpt.How(4, bench_gpt.QUICK, "cpu", "eager", tmp_path, 4, 4, False, True, 0.0)
     whole = bench_gpt.train(chosen, 0, how, how.text())
     rate, steps = bench_gpt.rate, []
 
@@ -160,13 +155,6 @@ def test_a_cut_run_goes_on_to_the_same_bits(
     assert run["curve"] == whole["curve"] and len(run["curve"]) == 5
 
 
-@pytest.mark.parametrize("tokens", ["33", "160"])
-def test_batches_are_whole(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench_gpt.main(["--quick", "--tokens-per-step", tokens])
-    assert "--tokens-per-step must be a multiple of 32, above 128" in capsys.readouterr().err
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_graph_trains_as_its_steps_do(tmp_path: Path) -> None:
@@ -175,8 +163,8 @@ def test_a_graph_trains_as_its_steps_do(tmp_path: Path) -> None:
     for more in ([], ["--graph"]):
         path = tmp_path / f"report{len(more)}.json"
         bench_gpt.main(["--quick", "--device", "cuda", "--backend", "aot_eager", "--points", "4",
-                        "--json", str(path), "--cache", str(tmp_path), "--tokens-per-step", "256",
-                        "--contenders", "bf16", "default", *more])  # fmt: skip
+                        "--json", str(path), "--cache", str(tmp_path), "--contenders", "bf16",
+                        "default", *more])  # fmt: skip
         reports.append(json.loads(path.read_text())["runs"])
     for name, run in reports[0].items():
         assert reports[1][name]["training"] == pytest.approx(run["training"], rel=1e-2), name
