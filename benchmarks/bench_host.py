@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import models
 import timing
 import torch
-from steps import Local, Setting, described, many_recompilations, said, setting_of
+from steps import Session, Setting, described, many_recompilations, said, setting_of
 from timing import Row
 from torch import nn
 from training import Contender, Left, by_name, cleaned
@@ -45,7 +45,7 @@ def few_images() -> None:
 
 def measured(contender: Contender, setting: Setting, rounds: int) -> Row:
     row: Row = {"how": described(contender)}
-    session = Local(MODEL, contender, setting)
+    session = Session(MODEL, contender, setting)
     try:
         with many_recompilations():
             row |= session.start()

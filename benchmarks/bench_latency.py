@@ -61,30 +61,15 @@ def calls(shape: Shape, images: int, device: str) -> dict[str, Call]:
     """Return each contender's call for g_x and g_w of ``images`` images, with fresh arrays."""
     tokens, outs, ins = shape
     whole = (images * tokens, outs, ins)
+    out = bench_backward.paper_calls(whole, RECIPES, device)
     gy, w, x = bench_backward.tensors(whole, device, torch.float32)
-    out: dict[str, Call] = {}
-    cuda = device == "cuda"
-    out["fp32"] = rivals.products(gy, w, x, tf32=False if cuda else None)
-    method = lbp_wht(tokens)
+    method, gy_of = lbp_wht(tokens), gy.view(images, tokens, outs)
     saved = method.keep(x.view(images, tokens, ins))
-    gy_of = gy.view(images, tokens, outs)
-    # Default arguments bind the fp32 w, because the name is assigned again below.
-    out["LBP-WHT"] = _exact(lambda w=w: (method.g_x(gy_of, w), method.g_w(gy_of, saved[0])))
-    if cuda:
+    out["LBP-WHT"] = _exact(lambda: (method.g_x(gy_of, w), method.g_w(gy_of, saved[0])))
+    if device == "cuda":
         out["tf32"] = rivals.products(gy, w, x, tf32=True)
-        out["hotcore paper, fp32 arrays"] = bench_backward.hot_backward(
-            gy, w, x, "paper", need=("gx", "gw")
-        )
-        gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
-        out["bf16"] = rivals.products(gy, w, x)
         filled = (-(-whole[0] // 16) * 16, outs, ins)  # FP8 products need such a number of tokens
         out["FP8 products"] = rivals.fp8_products(*filled)
-    for recipe in RECIPES:
-        try:
-            call = bench_backward.hot_backward(gy, w, x, recipe, need=("gx", "gw"))
-        except NotImplementedError:  # this build has no such kernels
-            continue
-        out[f"hotcore {recipe}"] = call
     return out
 
 
@@ -129,6 +114,16 @@ def breakdown(shape: Shape) -> dict[str, Any]:
     return out
 
 
+def in_stages(stages: Mapping[str, Any]) -> str:
+    """Format the microseconds of each contender's stages."""
+    parts = {"fp32": {"products": stages["fp32"]["products"]}}
+    parts["LBP-WHT"] = {n: us for n, us in stages["LBP-WHT"].items() if n != "kernels"}
+    for name in ("paper, fp32 arrays", "paper"):
+        total, products = evidence_tables.hot_parts(stages[name])
+        parts[name] = {"products": products, "rest": total - products}
+    return f"{timing.rounded(parts, 3)}"
+
+
 # ---- all ----
 
 
@@ -136,9 +131,8 @@ def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Compute geometric mean and minimum of the speed in units of fp32's, beside the paper's."""
     speeds = []
     for table in tables.values():
-        ms = {n: row["median_ms"] for n, row in table["rows"].items() if isinstance(row, Mapping)}
         paper = {name: table["paper_us"]["FP"] / table["paper_us"][name] for name in PAPERS}
-        speeds.append({name: ms["fp32"] / value for name, value in sorted(ms.items())})
+        speeds.append(bench_backward.speeds_of(table["rows"]))
         speeds[-1] |= {f"the paper's {name}": speed for name, speed in paper.items()}
     found = bench_backward.means_of(speeds)
     return {name: row | {"layers": len(speeds)} for name, row in found.items()}
@@ -163,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape, paper = shapes[name]
         rows = measure(shape)
         out.setdefault(part, {})[name] = {"shape": shape, "paper_us": paper, "rows": rows}
-        print(f"{part}: {name} {shape}", flush=True)
+        print(f"{part}: {name} {shape}, us: {bench_backward.in_words(rows)}", flush=True)
         if args.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -176,20 +170,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name in shapes:
                 table(part, name, makes[part])
         elif time.perf_counter() - begun <= args.budget:
-            out["breakdown"] = {
-                name: {"shape": shape, "paper_us": paper, "stages": breakdown(shape)}
-                for name, (shape, paper) in few.items()
-            }
+            out["breakdown"] = {}
+            for name, (shape, paper) in few.items():
+                stages = breakdown(shape)
+                out["breakdown"][name] = {"shape": shape, "paper_us": paper, "stages": stages}
+                print(f"{name}, us by stage, the paper's {paper}: {in_stages(stages)}")
         else:
             out["left out"].append("breakdown")
     for part, tables in list(out.items()):
         if part in PARTS and part != "breakdown":
-            out.setdefault("means", {})[part] = means(tables)
-            print(
-                f"\n{part}, times faster than fp32", *evidence_tables.latency(out, part), sep="\n"
-            )
-    if "breakdown" in out:
-        print("", *evidence_tables.breakdown(out), sep="\n")
+            found = out.setdefault("means", {})[part] = means(tables)
+            print(f"\n{part}, times faster than fp32: geometric mean, worst layer")
+            for name, row in found.items():
+                print(f"  {name:28s} {row['geomean']:.2f}  {row['worst']:.2f}")
     timing.write(args, "latency", out)
 
 

@@ -29,7 +29,7 @@ import hotcore.torch as hot
 import timing
 import torch
 import torch.nn.functional as F
-from evidence import evidence_tables, rivals
+from evidence import rivals
 from evidence.small_tasks import training
 from models import mend_torchvision
 from timing import Row
@@ -243,7 +243,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[contender.name][str(batch)] = row
             compare(rows)
             print(f"{contender.name}, {batch} images: {timing.rounded(row, 3)}", flush=True)
-    print("", *evidence_tables.memory(content), sep="\n")
     timing.write(args, "memory", content)
 
 

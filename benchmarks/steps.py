@@ -66,7 +66,12 @@ def setting_of(args: Any) -> Setting:
 
 
 class Session:
-    """Contender that runs in this process: built, compiled, stepping."""
+    """Contender that runs in this process: built, compiled, stepping.
+
+    ``begin`` and ``answer`` are those of a :class:`Remote`.
+    """
+
+    _asked = ""
 
     def __init__(self, model: str, contender: Contender, setting: Setting) -> None:
         """Store the arguments; :meth:`start` builds."""
@@ -165,6 +170,12 @@ class Session:
         out = kernel_classes.profiled(self._trainer.step, PROFILED_STEPS)
         self.rest()
         return out
+
+    def begin(self, name: str) -> None:
+        self._asked = name
+
+    def answer(self, timeout_s: float) -> Any:
+        return getattr(self, self._asked)()
 
     def hang_up(self) -> None:
         """Do nothing: only a :class:`Remote` has a process to end."""
@@ -272,18 +283,6 @@ class Remote:
         return " / ".join(line.strip() for line in lines if line.strip())[-400:] or "said nothing"
 
 
-class Local(Session):
-    """A session of this process with the interface of a :class:`Remote`."""
-
-    _asked = ""
-
-    def begin(self, name: str) -> None:
-        self._asked = name
-
-    def answer(self, timeout_s: float) -> Any:
-        return getattr(self, self._asked)()
-
-
 # ---- all contenders of a model ----
 
 
@@ -298,7 +297,7 @@ class Wave:
         self._model, self._setting, self._remote = model, setting, jobs > 0
         self._contenders = {c.name: c for c in among}
         self.rows: dict[str, Row] = {c.name: {"how": described(c)} for c in among}
-        self._alive: dict[str, Remote | Local] = {}
+        self._alive: dict[str, Remote | Session] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Wave:
@@ -319,7 +318,7 @@ class Wave:
 
     def _open(self, name: str) -> None:
         words = (self._model, self._contenders[name], self._setting)
-        session = Remote(*words, self._folder) if self._remote else Local(*words)
+        session = Remote(*words, self._folder) if self._remote else Session(*words)
         self._alive[name] = session
         session.begin("start")
 

@@ -1,4 +1,4 @@
-"""Tables for doc_tables.py: trainings, gradients, latency, memory, GPTs by size.
+"""Tables for doc_tables.py: trainings, gradients, GPTs by size.
 
 Each function takes the folder of reports, and raises FileNotFoundError for a missing one.
 """
@@ -283,101 +283,9 @@ def gradient_quality(report: Report) -> Lines:
     yield line(["other batches (median)", *cells, "", ""])
 
 
-# ---- latency ----
-
-
-def ratio(rows: Mapping[str, Any], name: str) -> str:
-    """Format the speed in units of fp32's."""
-    row = rows.get(name)
-    if not isinstance(row, Mapping) or not isinstance(rows.get("fp32"), Mapping):
-        return ""
-    return f"{rows['fp32']['median_ms'] / row['median_ms']:.2f}"
-
-
-LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 arrays",
-           "hotcore paper", "hotcore default", "hotcore fast",
-           "torchao FP8")  # fmt: skip
-UNFUSED = (
-    "*LBP-WHT: its transforms and products are separate operations of torch in fp32, HOT's are "
-    "fused kernels. Its column is the time of that code, no bound on the method's.*"
-)
-
-
-def latency(report: Report, part: str = "graph") -> Lines:
-    """Yield the speed of the paper's layers in units of fp32's, after the paper's two columns."""
-    tables = report[part]
-    known = {name for table in tables.values() for name in table["rows"]}
-    names = [n for n in LATENCY if n in known]
-    head = ["layer (L, O, I)", "paper: LBP-WHT", "paper: HOT", "fp32, µs"]
-    yield from header([*head, *(f"`{n.removeprefix('hotcore ')}`" if n.startswith("hotcore")
-                                else n for n in names)])  # fmt: skip
-    for name, table in tables.items():
-        paper, rows = table["paper_us"], table["rows"]
-        shape = ", ".join(map(str, table["shape"]))
-        plain = f"{1e3 * rows['fp32']['median_ms']:.1f}"
-        figures = [f"{paper['FP'] / paper['LBP-WHT']:.1f}", f"{paper['faster']:.1f}", plain]
-        yield line([f"{name} ({shape})", *figures, *(ratio(rows, n) for n in names)])
-    means = report.get("means", {}).get(part)
-    if means:
-        theirs = ("the paper's LBP-WHT", "the paper's HOT")
-        cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in (*theirs, *names)]
-        yield line(["geometric mean", *cells[:2], "", *cells[2:]])
-    yield from ("", UNFUSED)
-    if report["left out"]:
-        yield from ("", f"*No time left for: {', '.join(report['left out'])}.*")
-
-
-def breakdown(report: Report) -> Lines:
-    """Yield Fig. 1 of the supplement: microseconds of the device by stage."""
-    head = ["µs", "fp32's products", "LBP-WHT", "HOT", "its products", "transforms and quantisers",
-            "launches", "the paper: fp32, LBP-WHT, HOT"]  # fmt: skip
-    yield from header(head)
-    for name, layer in report["breakdown"].items():
-        stages, paper = layer["stages"], layer["paper_us"]
-        low = stages["LBP-WHT"]
-        low_us = low["products, transforms among them"] + low["rest"]
-        for recipe in ("paper, fp32 arrays", "paper"):
-            total, products = hot_parts(stages[recipe])
-            figures = (stages["fp32"]["products"], low_us, total, products, total - products)
-            theirs = ", ".join(f"{paper[who]:.0f}" for who in ("FP", "LBP-WHT", "HOT"))
-            yield line([f"{name}, `paper`{recipe.removeprefix('paper')}",
-                        *(f"{us:.1f}" for us in figures),
-                        f"{stages[recipe]['launches']:.0f}", theirs])  # fmt: skip
-    yield from ("", UNFUSED)
-
-
 def hot_parts(layer: Report) -> tuple[float, float]:
     """Return the microseconds of all kernels, and of the products (bench_backward.cuda_stages)."""
     return sum(kernel["us"] for kernel in layer["kernels"]), layer["products together"]
-
-
-# ---- memory ----
-
-
-def memory(report: Report) -> Lines:
-    """Yield peak and kept memory of a ViT-B step by batch, then the formula's."""
-    rows = report["rows"]
-    batches = list(dict.fromkeys(batch for batches_of in rows.values() for batch in batches_of))
-
-    def measured(row: Report) -> str:
-        if "peak_gib" in row:
-            peak = row.get("peak by kept", row["peak_gib"])
-            return f"{peak:.1f} ({row['kept_gib']:.1f})"
-        if "kept_gib" in row:  # on the CPU
-            return f"({row['kept_gib']:.4f})"
-        why = row.get("left out", "")
-        return "out of memory" if "OutOfMemory" in why else why[:40]
-
-    def formula(row: Report) -> str:
-        bar = f" ({row['paper_gb']:.1f})" if "paper_gb" in row else ""
-        return f"{row['formula_gib']:.1f}{bar}" if "formula_gib" in row else ""
-
-    yield from header(["GiB", *(f"{batch} images" for batch in batches)])
-    for name, batches_of in rows.items():
-        of_batches = [batches_of.get(batch, {}) for batch in batches]
-        yield line([name, *map(measured, of_batches)])
-        if any(map(formula, of_batches)):
-            yield line([f"{name}: the formula (the paper's bar)", *map(formula, of_batches)])
 
 
 # ---- GPTs by size ----
