@@ -196,7 +196,7 @@ def begun(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    small_tasks.use_threads(args.threads)
+    timing.use_threads(args.threads)
     report, began = args.report, time.perf_counter()
     runs = report["runs"]
     every = [

@@ -206,7 +206,7 @@ def serve(
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
         if setting.device == "cpu":
-            torch.set_num_threads(setting.threads)
+            timing.use_threads(setting.threads)
         session = Session(model, contender, setting)
         with contextlib.suppress(EOFError, BrokenPipeError):
             while (name := connection.recv()) != "close":

@@ -360,8 +360,7 @@ def begin(
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
     if args.device == "cpu":
-        torch.set_num_threads(args.threads)
-        hotcore.set_num_threads(args.threads)
+        use_threads(args.threads)
         # glibc returns large blocks to the system until it has freed one as large, and a call then
         # pays for new pages. A training process is past that.
         torch.empty(31 << 20, dtype=torch.uint8)
@@ -370,6 +369,12 @@ def begin(
         settings(args)
     print(", ".join(f"{key} {value}" for key, value in machine(args.device).items()), flush=True)
     return args
+
+
+def use_threads(count: int) -> None:
+    """Set the threads of torch and hotcore."""
+    torch.set_num_threads(count)
+    hotcore.set_num_threads(count)
 
 
 def machine(device: str) -> dict[str, str]:

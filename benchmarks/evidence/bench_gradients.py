@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if max(args.at) >= args.steps:
         parser.error(f"--at: {max(args.at)} is past the {args.steps} --steps")
     args.json = timing.path_of(args, "gradients")
-    small_tasks.use_threads(args.threads)
+    timing.use_threads(args.threads)
     keys = ("methods", "at", "steps", "seeds", "draws", "batches")
     settings = {"tasks": tasks} | {key: getattr(args, key) for key in keys}
     try:

@@ -26,11 +26,9 @@ Work = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 def _prepare(path: list[str], threads: int) -> None:
     sys.path[:] = path
-    import hotcore
-    import torch
+    import timing
 
-    torch.set_num_threads(threads)
-    hotcore.set_num_threads(threads)
+    timing.use_threads(threads)
 
 
 def or_left_out(device: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

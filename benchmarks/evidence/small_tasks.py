@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import hotcore
 import hotcore.torch as hot
 import torch
 from evidence import rivals
@@ -425,9 +424,3 @@ def begun(
     facts["versions"]["threads"] = threads
     left_out = {"lora": lora} if lora else {}
     return {**facts, "settings": settings, "left out": left_out, entries: {}}
-
-
-def use_threads(count: int) -> None:
-    """Set the threads of torch and hotcore."""
-    torch.set_num_threads(count)
-    hotcore.set_num_threads(count)

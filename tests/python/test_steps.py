@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,6 +287,17 @@ def test_a_contender_that_fails_is_a_row(
     assert "nothing to divide by" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="fit none"):
         bench_models.main(["--quick", "--models", "bert", "--contenders", "x", "--json", str(path)])
+
+
+def test_a_process_has_the_threads_of_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both libraries' threads: hotcore's must not be more than plain torch's."""
+    monkeypatch.setattr(steps.os, "dup2", lambda *_: None)
+    hotcore.set_num_threads(2)
+    ends = SimpleNamespace(recv=lambda: "close")
+    steps.serve(ends, str(tmp_path / "log"), "vit_s", Contender("bf16"), SETTING)
+    assert (torch.get_num_threads(), hotcore.num_threads()) == (1, 1)
 
 
 @pytest.mark.long
