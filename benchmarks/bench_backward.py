@@ -53,6 +53,7 @@ BOTH = ("default", "fast")
 """Recipes whose forward and backward are timed together."""
 HOST_BAR_US = 60.0
 LEAST_STAGE_ROUNDS = 4
+PROFILED_CALLS, BURSTS = 5, 15
 TOY: Shape = (64, 64, 64)
 PRODUCT = re.compile("cutlass|gemm|product", re.IGNORECASE)  # in names of kernels
 Groups = dict[str, dict[str, Shape]]
@@ -297,13 +298,13 @@ def means_of(speeds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float
 # ---- stages ----
 
 
-def kernel_times(call: Call, repeats: int = 5) -> list[dict[str, Any]]:
+def kernel_times(call: Call) -> list[dict[str, Any]]:
     """Profile the kernels of one call: name, microseconds, launches; longest first."""
     call()
-    events = kernel_classes.profiled_events(call, repeats)
+    events = kernel_classes.profiled_events(call, PROFILED_CALLS)
     return [
         {"kernel": name[:160], "us": us, "launches": launches}
-        for name, us, launches in kernel_classes.by_name(events, repeats)
+        for name, us, launches in kernel_classes.by_name(events, PROFILED_CALLS)
     ]
 
 
@@ -405,7 +406,7 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 
 
 def host_bursts(
-    call: Call, device: str, clocks: Sequence[Callable[[], float]], bursts: int = 15
+    call: Call, device: str, clocks: Sequence[Callable[[], float]], bursts: int = BURSTS
 ) -> list[list[float]]:
     """Time one call by each clock, in bursts between synchronisations. Returns milliseconds."""
     calls = 40
@@ -424,17 +425,12 @@ def host_bursts(
     return values
 
 
-def host_turns(calls: dict[str, Call], device: str, bursts: int = 15) -> dict[str, Row]:
+def host_turns(calls: dict[str, Call], device: str) -> dict[str, Row]:
     """Time the host of each call while the device lags behind; bursts of calls take turns."""
     values: dict[str, list[float]] = {name: [] for name in calls}
-    for name in list(calls) * bursts:
+    for name in list(calls) * BURSTS:
         values[name] += host_bursts(calls[name], device, (time.perf_counter,), bursts=1)[0]
     return {name: timing.spread(times) for name, times in values.items()}
-
-
-def host_us(call: Call, device: str) -> Row:
-    """Time the host of one call."""
-    return timing.spread(host_bursts(call, device, (time.perf_counter,))[0])
 
 
 def layer_step(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> Call:
@@ -478,27 +474,27 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
     def grads(y: torch.Tensor) -> Call:
         return lambda: torch.autograd.grad(y, (x, w), gy, retain_graph=True)
 
-    forward: Call = partial(torch.nn.functional.linear, x, w)
-    rows = {"plain backward": host_us(grads(torch.nn.functional.linear(x, w)), device)}
-    rows["plain forward"] = host_us(forward, device)
     plain = torch.nn.Linear(TOY[2], TOY[1], device=device, dtype=x.dtype)
-    layers = {"nn.Linear, forward and backward": layer_step(plain, x, gy)}
+    steps = "{}, forward and backward"
+    calls: dict[str, Call] = {
+        "plain backward": grads(torch.nn.functional.linear(x, w)),
+        "plain forward": partial(torch.nn.functional.linear, x, w),
+        steps.format("nn.Linear"): layer_step(plain, x, gy),
+    }
     for recipe in args.recipe:
         config = hotcore.HotConfig.recipe(recipe)
-        backward = grads(hot.linear(x, w, None, config))
-        rows[f"adapter backward {recipe}"] = host_us(backward, device)
-        rows[f"inside adapter backward {recipe}"] = inside_us(backward, device)
-        forward = partial(hot.linear, x, w, None, config)
-        rows[f"adapter forward {recipe}"] = host_us(forward, device)
+        calls[f"adapter backward {recipe}"] = grads(hot.linear(x, w, None, config))
+        calls[f"adapter forward {recipe}"] = partial(hot.linear, x, w, None, config)
         arrays = hot_backward(gy, w.detach(), x.detach(), recipe, need=("gx", "gw"))
-        rows[f"backward_linear {recipe}"] = host_us(arrays, device)
+        calls[f"backward_linear {recipe}"] = arrays
         layer = hot.HotLinear.from_linear(copy.deepcopy(plain), recipe)
-        layers[f"HotLinear {recipe}, forward and backward"] = layer_step(layer, x, gy)
-    of_layers = host_turns(layers, device)
-    for name, row in of_layers.items():
-        if name.startswith("HotLinear"):
-            row["of nn.Linear"] = ratio(of_layers, name, "nn.Linear, forward and backward")
-    rows |= of_layers
+        calls[steps.format(f"HotLinear {recipe}")] = layer_step(layer, x, gy)
+    rows = host_turns(calls, device)
+    for recipe in args.recipe:
+        name = f"adapter backward {recipe}"
+        rows[f"inside {name}"] = inside_us(calls[name], device)
+        name = steps.format(f"HotLinear {recipe}")
+        rows[name]["of nn.Linear"] = ratio(rows, name, steps.format("nn.Linear"))
     print(f"\nHost time of one call at {TOY}, us (bar inside the adapter's: {HOST_BAR_US:g})")
     for name, row in rows.items():
         share = f"of nn.Linear's: {row['of nn.Linear']:.2f}" if "of nn.Linear" in row else ""

@@ -135,6 +135,19 @@ def test_a_mean_is_of_all_layers(
     assert "bf16: RuntimeError: no" in capsys.readouterr().out
 
 
+def test_host_times_of_rivals_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+
+    def bursts(call: Any, device: str, clocks: Any, bursts: int = 1) -> list[list[float]]:
+        order.append(call)
+        return [[1.0] for _ in clocks]
+
+    monkeypatch.setattr(bench_backward, "host_bursts", bursts)
+    rows = bench_backward.part_host(argparse.Namespace(device="cpu", recipe=["fast"]))["rows"]
+    timed = len(rows) - 1  # the adapter's inside has bursts of its own
+    assert order[:timed] == order[timed : 2 * timed] and len({*map(id, order)}) == timed == 7
+
+
 def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run(bench_gemm, tmp_path / "out.json", "--shape", "32,24,48")
     rows = report["products"]["given"]["32,24,48"]["rows"]
