@@ -40,8 +40,8 @@ import timing
 import torch
 from evidence import doc_tables, rivals
 from models import TASKS, Batch, Task, adapted, mend_torchvision
-from steps import GIB, compiler_counts, described, many_recompilations, said
-from timing import Row
+from steps import compiler_counts, described, many_recompilations, said
+from timing import GIB, Row
 from torch import Tensor, nn
 from training import Contender, Left, Trainer, cleaned, config_of, freeze, of_a_whole_model
 

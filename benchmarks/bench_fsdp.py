@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import TASKS, Batch, Task
-from steps import GIB, Said, described, many_recompilations, said
-from timing import Row
+from steps import Said, described, many_recompilations, said
+from timing import GIB, Row
 from torch import Tensor, nn
 from training import Contender, Left, Trainer, blocks_of, by_name
 

@@ -51,7 +51,6 @@ from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
 from training import Contender, by_name, cleaned, config_of
 
-GIB = 2**30
 RECIPES = ("default", "fast", "accurate", "paper")
 NAMES = (
     "bf16", *RECIPES, *(f"{recipe} int8-forward" for recipe in RECIPES),
@@ -494,7 +493,7 @@ def train(contender: Contender, seed: int, how: How, text: Text) -> dict[str, An
     if times:
         out["step_ms"] = statistics.median(times)
     if device == "cuda":
-        out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        out["peak_gib"] = torch.cuda.max_memory_allocated() / timing.GIB
     return out
 
 

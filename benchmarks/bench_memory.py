@@ -32,11 +32,10 @@ import torch.nn.functional as F
 from evidence import rivals
 from evidence.small_tasks import training
 from models import mend_torchvision
-from timing import Row
+from timing import GIB, Row
 from torch import Tensor, nn
 from training import cleaned
 
-GIB = 2**30
 BATCHES = (64, 128, 256, 512, 1024)
 LORA = {"qkv", "proj", "fc1", "fc2"}
 LORA_RANK = 8

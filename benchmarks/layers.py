@@ -76,17 +76,17 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def floor_ms(shape: Shape, recipe: str, passes: int = 1) -> float:
+def floor_ms(shape: Shape, recipe: str) -> float:
     """Compute a lower bound of a backward's time on an H200: 1450 TOPS and 4.3 TB/s.
 
-    g_y is read ``passes`` times (2 bytes per value). Each value gives one INT8 code for g_x. For
+    g_y is read once (2 bytes per value). Each value gives one INT8 code for g_x. For
     g_w it gives one code (full) or half a code (r = 8). The bytes of w are read, and its codes
     written. Recipes with x in INT4 unpack it (0.53 + 1 bytes). A product takes the longer of its
     arithmetic and its bytes.
     """
     tokens, outs, ins = shape
     rows = tokens / 2 if recipe in HALF_RANK else tokens
-    quantise = tokens * outs * (2 * passes + 1) + rows * outs + 3 * outs * ins
+    quantise = 3 * tokens * outs + rows * outs + 3 * outs * ins
     if recipe == "default":
         quantise += 1.53 * tokens * ins
 

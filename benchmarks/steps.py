@@ -31,10 +31,9 @@ import torch
 from hotcore.torch import _compat
 from hotcore.torch.tools.clocks import unallocated_in_pools
 from models import TASKS
-from timing import Row
+from timing import GIB, Row
 from training import REFERENCE, Contender, Left, Trainer, cleaned, people
 
-GIB = 2**30
 STEPS_TO_START = 5
 """Untimed first steps: they compile, and the second and third record CUDA graphs."""
 STEPS_A_TURN = 20

@@ -38,6 +38,8 @@ FLUSH_BYTES = 1 << 28
 SPIN_CYCLES = 1_000_000  # half a millisecond, longer than most contenders' host work
 MOST_SPIN_CYCLES = 1 << 28
 LEAST_ROUNDS = 5
+GIB = 2**30
+REPETITIONS = 3  # of a layer that is not steady
 STEADY = 0.05
 """Largest distance of a steady row's quartiles, as a share of the median."""
 
@@ -163,14 +165,12 @@ def steady(row: Row) -> bool:
     return "q1_ms" not in row or _apart(row) <= STEADY
 
 
-def steadied(
-    contenders: Mapping[str, Call], rounds: int, device: str, tries: int = 3
-) -> dict[str, Row]:
+def steadied(contenders: Mapping[str, Call], rounds: int, device: str) -> dict[str, Row]:
     """Run :func:`in_turns`. CUDA repeats rows that are not steady, and marks the last of them."""
     rows = in_turns(contenders, rounds, device)
     if device == "cpu":
         return rows
-    for _ in range(tries):
+    for _ in range(REPETITIONS):
         shaky = {name: contenders[name] for name, row in rows.items() if not steady(row)}
         if not shaky:
             break
@@ -435,6 +435,12 @@ def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
             "another file, or remove it"
         )
     return report
+
+
+def begun(path: Path, benchmark: str, settings: Mapping[str, Any], entries: str) -> dict[str, Any]:
+    """Read the report at ``path`` to continue it, or begin a new one with an empty ``entries``."""
+    empty = {**facts_of(benchmark), "settings": settings, entries: {}}
+    return resumed(path, settings) or empty
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

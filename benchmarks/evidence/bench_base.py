@@ -308,8 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.json = timing.path_of(args, "base-formats")
     mend_torchvision()
     torch.manual_seed(0)
-    report = None if args.quick else timing.resumed(args.json, {})
-    report = report or {**timing.facts_of("base-formats"), "settings": {}, "cases": {}}
+    report = timing.begun(args.json, "base-formats", {}, "cases")
     for name, case in cases(args.quick):
         keep_text(report, name, case.ids, case.calibration)
         rows, exact = report["cases"].setdefault(name, {}), case.outputs()

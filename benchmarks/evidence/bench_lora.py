@@ -299,8 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.json = timing.path_of(args, "base-lora-adapters" if args.adapters else "base-lora")
     mend_torchvision()
     torch.set_num_threads(1)
-    report = None if args.quick else timing.resumed(args.json, {})
-    report = report or {**timing.facts_of("base-lora"), "settings": {}, "tasks": {}}
+    report = timing.begun(args.json, "base-lora", {}, "tasks")
     forms = (PLAIN, *CODED) if args.adapters else FORMS
     for name in args.tasks or (["gpt"] if args.quick else TASKS):
         rows, task = report["tasks"].setdefault(name, {}), TASKS[name](args.quick)

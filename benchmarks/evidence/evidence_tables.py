@@ -420,19 +420,13 @@ def half_width_words(values: Sequence[float]) -> str:
     return f"{mean} ± {(found.high - found.low) / 2:.4f}" if found else mean
 
 
-def pooled_gaps(
-    results: Path, name: str, less: str = "bf16", *, every: bool = False
-) -> dict[str, list[float]]:
-    """Return the gaps of ``name`` to ``less`` by size, for sizes with several equal seeds.
-
-    ``every`` includes seeds that other contenders lack, and the longer runs.
-    """
-    sizes = (*GPT_SIZES, *GPT_LONGER) if every else GPT_SIZES
+def pooled_gaps(results: Path, name: str, less: str = "bf16") -> dict[str, list[float]]:
+    """Return the gaps of ``name`` to ``less`` by size, for sizes with several equal seeds."""
     gaps = {
-        size: gaps_of_pairs(pairs_of(report, name, less, every=every))
-        for size, report in of_sizes(results, sizes).items()
+        size: gaps_of_pairs(pairs_of(report, name, less))
+        for size, report in of_sizes(results, GPT_SIZES).items()
     }
-    return {size: values for size, values in gaps.items() if len(values) > (0 if every else 1)}
+    return {size: values for size, values in gaps.items() if len(values) > 1}
 
 
 def pooled_interval(by_size: Mapping[str, Sequence[float]]) -> intervals.Interval | None:

@@ -48,12 +48,12 @@ def quantile(p: float, degrees: int) -> float:
     return high
 
 
-def interval(values: Sequence[float], share: float = 0.95) -> Interval | None:
-    """Return Student's interval of the mean; None for fewer than two values or an infinite one."""
+def interval(values: Sequence[float]) -> Interval | None:
+    """Return Student's 95 % interval; None for fewer than two values or an infinite one."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     mean = statistics.mean(values)
-    half = quantile((1 + share) / 2, len(values) - 1) * statistics.stdev(values)
+    half = quantile(0.975, len(values) - 1) * statistics.stdev(values)
     half /= math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half, len(values))
 

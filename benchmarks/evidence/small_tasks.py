@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
+import timing
 import torch
 from evidence import rivals
 from hotcore import paper
 from models import mend_torchvision
-from timing import facts_of, resumed
 from torch import Tensor, nn
 from train_lib import images, training
 from train_lib.data import MaskedText, StdlibText
@@ -413,14 +413,12 @@ def of_second_half(task: training.Task) -> training.Task:
 def begun(
     path: Path, benchmark: str, settings: Mapping[str, Any], threads: int, lora: str, entries: str
 ) -> dict[str, Any]:
-    """Read the report at ``path`` to continue it, or begin a new one.
+    """Return :func:`timing.begun`, which names what is left out.
 
-    ``lora`` is the reason to leave LoRA out, empty if it runs. Runs add to the key ``entries``.
-    Ends the script if the report has other settings.
+    ``lora`` is the reason to leave LoRA out, empty if it runs.
     """
-    if report := resumed(path, settings):
-        return report
-    facts = facts_of(benchmark)
-    facts["versions"]["threads"] = threads
-    left_out = {"lora": lora} if lora else {}
-    return {**facts, "settings": settings, "left out": left_out, entries: {}}
+    report = timing.begun(path, benchmark, settings, entries)
+    if "left out" not in report:
+        report["versions"]["threads"] = threads
+        report["left out"] = {"lora": lora} if lora else {}
+    return report
