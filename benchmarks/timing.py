@@ -428,7 +428,7 @@ def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     report: dict[str, Any] = json.loads(path.read_text())
-    same = json.loads(json.dumps(settings))  # as they are read from a report
+    same = json.loads(json.dumps(rounded(settings)))  # as they are read from a report
     if report.get("settings") != same:
         sys.exit(
             f"json: {path} has other settings, {report.get('settings')}; expected {same}. Name "

@@ -48,6 +48,16 @@ def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads(path.read_text())["a"] == 1.23457
 
 
+def test_a_report_goes_on_with_its_own_settings(tmp_path: Path) -> None:
+    """Numbers with more digits than a report keeps are equal to themselves."""
+    settings = {"epochs": 1 / 3, "size": (2, 3)}
+    timing.write_json(tmp_path / "a.json", {"settings": settings, "runs": {"x": 1}})
+    assert timing.begun(tmp_path / "a.json", "a", settings, "runs")["runs"] == {"x": 1}
+    assert timing.begun(tmp_path / "b.json", "b", settings, "runs")["runs"] == {}
+    other = {**settings, "epochs": 0.3334}
+    refused(timing.resumed, "has other settings", SystemExit, tmp_path / "a.json", other)
+
+
 def test_spread(rng: np.random.Generator) -> None:
     values = rng.exponential(size=int(rng.integers(2, 50))).tolist()
     row = timing.spread(values)
