@@ -260,12 +260,17 @@ def freeze(model: nn.Module, contender: Contender) -> None:
                 setattr(parent, name, _of_bitsandbytes(linear, form == "nf4"))
 
 
+def _imported(module: str, library: str) -> Any:
+    """Import a module of another library. Raises Left."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as missing:
+        raise Left(f"{library} does not import: {missing}") from missing
+
+
 def _of_bitsandbytes(linear: nn.Linear, double: bool) -> nn.Module:
     """Make bitsandbytes' layer. Raises Left."""
-    try:
-        layers = importlib.import_module("bitsandbytes.nn")
-    except ImportError as missing:
-        raise Left(f"bitsandbytes does not import: {missing}") from missing
+    layers = _imported("bitsandbytes.nn", "bitsandbytes")
     form: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": double}
     sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
     biased = linear.bias is not None
@@ -295,10 +300,7 @@ def torchao_converted(model: nn.Module, contender: Contender, emulate: bool) -> 
 
 def liger_converted(model: nn.Module) -> None:
     """Let Liger-Kernel replace layers of a transformers model in place. Raises Left."""
-    try:
-        package = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    except ImportError as missing:
-        raise Left(f"Liger-Kernel does not import: {missing}") from missing
+    package = _imported("liger_kernel.transformers.monkey_patch", "Liger-Kernel")
     # Liger's loss replaces the head, which models of blocks alone do not have.
     head = hasattr(model, "lm_head")
     package._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=head)

@@ -46,32 +46,25 @@ def _gaps(file: str, *methods: str, tasks: str = "vit gpt") -> Callable[[Path], 
     return measured
 
 
-def _small_layers(results: Path) -> tables.Report:
-    """The paper's layers, one image, in CUDA graphs."""
-    layers: tables.Report = tables.report_of(results, CHECK)["bench_backward"]["paper"]["rotating"]
-    return layers
+def _speed(tokens: str) -> Callable[[Path], str]:
+    """Speed of the paper's layers with these tokens, one image, in CUDA graphs."""
 
+    def measured(results: Path) -> str:
+        paper = tables.report_of(results, CHECK)["bench_backward"]["paper"]["rotating"]
+        layers = [one["rows"] for name, one in paper["shapes"].items() if name.startswith(tokens)]
+        mine, low = (
+            statistics.geometric_mean(rows[name]["faster than fp32"] for rows in layers)
+            for name in ("hotcore paper", "bf16")
+        )
+        return f"{mine:.2f}× of fp32's speed; torch's bf16 {low:.2f}×"
 
-def _speed_of_vit(results: Path) -> str:
-    shapes = _small_layers(results)["shapes"]
-    rows = [layer["rows"] for shape, layer in shapes.items() if shape.startswith("197,")]
-    mine, low = (
-        statistics.geometric_mean(row[name]["faster than fp32"] for row in rows)
-        for name in ("hotcore paper", "bf16")
-    )
-    return f"{mine:.2f}× of fp32's speed; torch's bf16 {low:.2f}×"
+    return measured
 
 
 def _speed_of_batch(results: Path) -> str:
     groups = tables.report_of(results, CHECK)["bench_backward"]["layers"]
     faster = groups["ViT-B"]["recipes"]["paper"]["faster than"]
     return f"{faster['torch fp32']:.1f}× of fp32's speed, {faster['torch bf16']:.2f}× of bf16's"
-
-
-def _speed_of_layers(results: Path) -> str:
-    means = _small_layers(results)["means"]
-    mine, low = (means[name]["geomean"] for name in ("hotcore paper", "bf16"))
-    return f"{mine:.2f}× of fp32's speed; torch's bf16 {low:.2f}×"
 
 
 def _beside_lbp_wht(results: Path) -> str:
@@ -127,11 +120,11 @@ def _ranks(results: Path) -> str:
 
 RIVALS = "dev/rivals.md"
 CLAIMS = (
-    Claim("speed of ViT-B's backward, one image", "2.6× of fp32 (RTX 3090)", _speed_of_vit,
+    Claim("speed of ViT-B's backward, one image", "2.6× of fp32 (RTX 3090)", _speed("197,"),
           "holds beside fp32, not beside bf16", "results/speed.md#small-layers"),
     Claim("the same at 128 images", "–", _speed_of_batch, "above bf16, too",
           "results/speed.md#layers-on-a-gpu"),
-    Claim("speed of all 16 layers of its table", "2.08×", _speed_of_layers,
+    Claim("speed of all 16 layers of its table", "2.08×", _speed(""),
           "holds beside fp32, not beside bf16", "results/speed.md#small-layers"),
     Claim("faster than LBP-WHT", "2.08× and 1.31×", _beside_lbp_wht,
           "this LBP-WHT is not fused: its code is slow, not its method",

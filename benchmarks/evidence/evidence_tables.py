@@ -133,11 +133,16 @@ def differences(report: Report, task: str, method: str) -> list[float]:
 
 def trainings(results: Path, *files: str) -> Lines:
     """Yield validation losses less fp32's by task, as mean ± deviation over paired seeds."""
-    reports = {name: report_of(results, name) for name in files}
-    columns = [(report, task) for report in reports.values() for task in tasks_of(report)]
+    reports, columns = _columns(results, files)
     yield from training_lines(columns)
     yield from _left_out(reports)
     yield from ("", dates_line(results, reports))
+
+
+def _columns(results: Path, files: Iterable[str]) -> tuple[dict[str, Report], Columns]:
+    """Read reports, and list their tasks."""
+    reports = {name: report_of(results, name) for name in files}
+    return reports, [(report, task) for report in reports.values() for task in tasks_of(report)]
 
 
 def _left_out(reports: Mapping[str, Report]) -> Lines:
@@ -150,8 +155,7 @@ def _left_out(reports: Mapping[str, Report]) -> Lines:
 
 def accuracies(results: Path, *files: str) -> Lines:
     """Yield each method's accuracy in per cent, and its points less fp32's of the same seeds."""
-    reports = {name: report_of(results, name) for name in files}
-    tasks = [(report, task) for report in reports.values() for task in tasks_of(report)]
+    reports, tasks = _columns(results, files)
     columns = [
         {
             method: {seed: 100 * run.get("val_accuracy", math.nan) for seed, run in runs.items()}
@@ -175,9 +179,7 @@ def accuracies(results: Path, *files: str) -> Lines:
 
 def rows(results: Path, file: str, *words: str) -> Lines:
     """Yield the rows of some methods of one file, whose names are between semicolons."""
-    report = report_of(results, file)
-    columns = [(report, task) for task in tasks_of(report)]
-    yield from training_lines(columns, names_in(words))
+    yield from training_lines(_columns(results, [file])[1], names_in(words))
     yield from ("", dates_line(results, [file]))
 
 
@@ -500,10 +502,7 @@ def gaps_along(report: Report, name: str) -> dict[int, list[float]]:
 
 def decided(results: Path, size: str) -> Lines:
     """Yield one size's gaps at the end and during training, the test, and the time to a loss."""
-    report = of_sizes(results, [size]).get(size)
-    if report is None:
-        yield "*Planned, not run.*"
-        return
+    report = of_sizes(results, [size])[size]
     last = report["settings"]["steps"]
     head = ["", "pairs", "loss less bf16's [95 %]", "by seed", "p", f"within ±{MARGIN}"]
     head += ["at a quarter", "at half", "at three quarters"]

@@ -111,22 +111,17 @@ def torchao_nf4(weight: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(module.to_nf4(weight, 64, scales), requires_grad=False)
 
 
-def torchao_adamw(
-    parameters: Iterable[torch.Tensor], rate: float, **options: Any
-) -> torch.optim.Optimizer:
+def torchao_adamw(parameters: Iterable[torch.Tensor], rate: float) -> torch.optim.Optimizer:
     """Make AdamW with 8-bit states, a scale per 256, and stochastic rounding of bf16 weights.
 
     Args:
         parameters: parameters on one device.
         rate: learning rate.
-        options: AdamW's options by torch's names.
 
     Raises TorchaoMissing.
     """
     (optim,) = _torchao("optim")
-    adamw: torch.optim.Optimizer = optim.AdamW8bit(
-        parameters, lr=rate, bf16_stochastic_round=True, **options
-    )
+    adamw: torch.optim.Optimizer = optim.AdamW8bit(parameters, lr=rate, bf16_stochastic_round=True)
     if not adamw.param_groups[0]["params"][0].is_cuda:  # a CPU would compile it for minutes
         eager = torch.compiler.set_stance("force_eager")
         adamw.step = eager(adamw.step)  # type: ignore[method-assign]  # this optimizer only
