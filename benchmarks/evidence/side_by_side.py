@@ -61,10 +61,11 @@ def run_all(
     ``done`` gets each piece's name and result, in this process. One job does all work here; of
     several each sees one of ``devices``, as "cuda". No piece starts that would exceed the budget
     if it took as long as the longest so far (``longest_s``: of an earlier call). An exception of a
-    piece ends everything, after the running pieces.
+    piece ends everything, after the running pieces have handed over their results.
     """
     began = time.perf_counter()
     longest = longest_s
+    failed: BaseException | None = None
 
     def in_time() -> bool:
         return time.perf_counter() - began + longest < budget_s
@@ -92,7 +93,7 @@ def run_all(
             waiting = list(reversed(work))
             running: dict[Future[Any], tuple[str, float, int]] = {}
             while waiting or running:
-                while waiting and len(running) < jobs:
+                while waiting and len(running) < jobs and failed is None:
                     name, function, arguments = waiting.pop()
                     if not in_time():
                         left.append(name)
@@ -107,8 +108,12 @@ def run_all(
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     name, start, _ = running.pop(future)
                     longest = max(longest, time.perf_counter() - start)
-                    done(name, future.result())
+                    if (error := future.exception()) is None:
+                        done(name, future.result())
+                    failed = failed or error
                     bar.update()
+    if failed is not None:
+        raise failed
     return left
 
 

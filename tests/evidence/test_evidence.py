@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,15 @@ def test_work_side_by_side() -> None:
     late = side_by_side.run_all(work, got.__setitem__, budget_s=1e-9)
     assert late == [name for name, *_ in work[len(work) - len(late) :]] and late
     assert len(side_by_side.run_all(work, got.__setitem__, budget_s=60, longest_s=61)) == 5
+
+
+def test_a_piece_that_fails_loses_no_other() -> None:
+    """What runs beside it ends and is handed over; nothing else starts."""
+    work = [("bad", math.factorial, (-1,)), ("slow", time.sleep, (3,))]
+    work.append(("never", math.factorial, (3,)))
+    got: dict[str, Any] = {}
+    refused(side_by_side.run_all, "negative", ValueError, work, got.__setitem__, jobs=2)
+    assert got == {"slow": None}
 
 
 def test_latency(tmp_path: Path) -> None:
