@@ -46,6 +46,27 @@ def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["gw"]["bias"] == pytest.approx(0.1) == row["gw"]["error"]
 
 
+def test_a_method_that_was_left_out_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full GPU in one run must not leave a method out of all later ones."""
+    path = tmp_path / "report.json"
+    words = ["--tasks", "vit", "--methods", "fp32;luq", "--json", str(path), "--seeds"]
+    rows = [{"val_loss": 1.0, "cpu_seconds": 0.0, "seconds": 0.0}, {"left out": "no memory"}]
+
+    def one_run(task: Any, contender: Contender, *_: Any) -> dict[str, Any]:
+        return rows[contender.name == "luq"]
+
+    monkeypatch.setattr(bench_training, "one_run", one_run)
+    bench_training.main([*words, "0"])
+    first = json.loads(path.read_text())
+    assert list(first["runs"]) == ["vit/fp32/0"] and first["left out"]["luq"] == "no memory"
+    rows[1] = {**rows[0], "val_loss": 1.5}
+    bench_training.main([*words, "0,1"])
+    report = json.loads(path.read_text())
+    assert len(report["runs"]) == 4 and set(report["left out"]) == {"lora"}
+
+
 def test_cost() -> None:
     """Every method's bit operations over full precision's, at a shape dominated by products."""
     shape = (1 << 20, 1 << 14, 1 << 14)
