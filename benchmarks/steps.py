@@ -343,7 +343,7 @@ class Wave:
             print(f"    {name}: no memory beside the others, tried again", flush=True)
             del self.rows[name]["error"]
             self._open(name)
-            self.rows[name] |= self._answer(name, end - time.monotonic()) or {}
+            self.rows[name] |= self._answer(name, patience_s) or {}
 
     def measure(self, rounds: int, patience_s: float, profiled: bool) -> None:
         """Start, take turns, and fill the rows."""

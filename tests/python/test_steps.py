@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,6 +299,27 @@ def test_a_process_has_the_threads_of_its_setting(
     ends = SimpleNamespace(recv=lambda: "close")
     steps.serve(ends, str(tmp_path / "log"), "vit_s", Contender("bf16"), SETTING)
     assert (torch.get_num_threads(), hotcore.num_threads()) == (1, 1)
+
+
+def test_a_second_start_has_as_much_time_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contender without memory beside the others starts again, after the first time is over."""
+    waits: list[float] = []
+
+    class Full(SimpleNamespace):
+        def answer(self, timeout_s: float) -> Any:
+            waits.append(timeout_s)
+            if len(waits) == 1:
+                time.sleep(0.2)
+                raise steps.Said("OutOfMemoryError: full")
+            return {"loss": [2.0, 1.0]}
+
+    def remote(*_: object) -> Full:
+        return Full(begin=lambda _: None, hang_up=lambda: None, close=lambda: None)
+
+    monkeypatch.setattr(steps, "Remote", remote)
+    with steps.Wave("vit_s", [Contender("bf16")], SETTING, jobs=1) as wave:
+        wave.start(0.1)
+    assert "error" not in wave.rows["bf16"] and waits[1] == 0.1
 
 
 @pytest.mark.long
