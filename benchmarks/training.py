@@ -116,7 +116,7 @@ PHRASES: dict[str, dict[str, Any]] = {
 """Fields of a contender by the phrases of its name."""
 
 
-def fields_of(name: str, phrases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def fields_of(name: str) -> dict[str, Any]:
     """Join the fields of the phrases of a name, which a space or a comma separates.
 
     The longest phrase that fits counts. Raises ValueError for words that are no phrase.
@@ -124,18 +124,18 @@ def fields_of(name: str, phrases: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     out: dict[str, Any] = {}
     rest = name
     while rest:
-        fitting = [p for p in phrases if f"{rest} ".startswith((f"{p} ", f"{p},"))]
+        fitting = [p for p in PHRASES if f"{rest} ".startswith((f"{p} ", f"{p},"))]
         if not fitting:
-            raise ValueError(f"name: {name!r} has {rest!r}; expected one of {list(phrases)}")
+            raise ValueError(f"name: {name!r} has {rest!r}; expected one of {list(PHRASES)}")
         phrase = max(fitting, key=len)
-        out |= phrases[phrase]
+        out |= PHRASES[phrase]
         rest = rest[len(phrase) :].lstrip(", ")
     return out
 
 
 def by_name(name: str, **base: Any) -> Contender:
     """Make the contender that a name describes; ``base`` has fields that the name leaves open."""
-    return Contender(name, **base | fields_of(name, PHRASES))
+    return Contender(name, **base | fields_of(name))
 
 
 def people(task: Task) -> list[Contender]:

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,10 @@ def kernel_of(mangled: str) -> str:
     return mangled
 
 
-def launches(device: str, layers: Iterable[Sequence[int]] = LAYERS) -> dict[str, Launch]:
+def launches(device: str) -> dict[str, Launch]:
     """Return the largest launch figures of each kernel over all settings."""
     largest: dict[str, Launch] = {}
-    for step in steps(device, layers):
+    for step in steps(device):
         kernel = step.kernel.split(",")[0]
         if step.blocks:
             before = largest.get(kernel, Launch(0, 0))
@@ -123,13 +123,13 @@ def launches(device: str, layers: Iterable[Sequence[int]] = LAYERS) -> dict[str,
     return largest
 
 
-def steps(device: str, layers: Iterable[Sequence[int]]) -> Iterator[Any]:
+def steps(device: str) -> Iterator[Any]:
     need = {"y", "x", "gx", "gw", "gb"}
     for recipe, forward in itertools.product(RECIPES, ("plain", "int8")):
         config = HotConfig.recipe(recipe, forward=forward)
-        for layer, dtype in itertools.product(layers, DTYPES):
+        for layer, dtype in itertools.product(LAYERS, DTYPES):
             yield from hotcore.explain(*layer, config, device=device, dtype=dtype, need=need).steps
-    for layer, int4 in itertools.product(layers, (False, True)):
+    for layer, int4 in itertools.product(LAYERS, (False, True)):
         yield from hotcore.explain_gemm(*layer, device=device, int4=int4).steps
 
 
@@ -144,12 +144,10 @@ def resident(device: Device, code: Compiled, launch: Launch) -> int:
     return min(by_registers, by_shared, device.threads // (32 * warps), device.blocks)
 
 
-def checked(
-    code: Mapping[str, Mapping[str, Compiled]], devices: Iterable[str] = DEVICES
-) -> dict[str, dict[str, Any]]:
+def checked(code: Mapping[str, Mapping[str, Compiled]]) -> dict[str, dict[str, Any]]:
     """Return figures by architecture and kernel. Raises ValueError if code is missing."""
     out: dict[str, dict[str, Any]] = {}
-    for arch in devices:
+    for arch in DEVICES:
         if arch not in code:
             raise ValueError(f"library: has no code for {arch}, only {', '.join(sorted(code))}")
         out[arch] = {}

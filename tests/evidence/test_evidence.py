@@ -185,7 +185,7 @@ def test_work_side_by_side() -> None:
 
 
 def test_a_piece_that_fails_loses_no_other() -> None:
-    """What runs beside it ends and is handed over; nothing else starts."""
+    """The piece beside it ends and is handed over; nothing else starts."""
     work = [("bad", math.factorial, (-1,)), ("slow", time.sleep, (3,))]
     work.append(("never", math.factorial, (3,)))
     got: dict[str, Any] = {}
