@@ -269,6 +269,20 @@ def test_what_to_switch_on(tmp_path: Path) -> None:
     ]
 
 
+def test_the_words_of_an_example_stand_beside_plain() -> None:
+    """Also if plain is not the first of its contenders."""
+    from evidence import doc_tables
+
+    rows = {
+        name: {"a_second": speed, "peak_gib": 1.0} for name, speed in (("HOT", 2), ("plain", 1))
+    }
+    report = {"examples": {"clip": {"unit": "images", "contenders": rows}}}
+    lines = list(doc_tables.gallery(report))
+    assert lines[2] == "|  | HOT | 2 images | 2.00× | 1.00 | 1.00 |"
+    words = "[CLIP](../../examples/clip.py), ViT-B/16, batch 128"
+    assert lines[3] == f"| {words} | plain | 1 images | 1.00× | 1.00 | 1.00 |"
+
+
 def test_claims_link_to_what_is_there() -> None:
     """Anchors are checked by the site's build, which sees the generated table."""
     from evidence import claims
@@ -345,6 +359,22 @@ def test_neither_toys_nor_adapters_replace_the_bases_report(
     bench_lora.main([])
     text[0][0, 0] = 1
     refused(bench_lora.main, "rows of gpt are of another text", SystemExit, [])
+
+
+def test_a_trained_base_is_that_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder in the cache must not stand for one of another Python's library."""
+    from evidence import bench_lora
+
+    def cache_of(token: int) -> Path:
+        text = torch.full((1, 4), token), torch.zeros(1)
+        monkeypatch.setattr(bench_lora, "_windows", lambda files, size: (text, text))
+        bench_lora.gpt(False)
+        return caches.pop()
+
+    caches: list[Path] = []
+    save = lambda size, text, cache: caches.append(cache) or torch.nn.Module()  # noqa: E731
+    monkeypatch.setattr(bench_lora, "pretrained", save)
+    assert cache_of(1) == cache_of(1) != cache_of(2)
 
 
 @pytest.mark.long
