@@ -123,11 +123,12 @@ def pretrain(name: str, images: str, seed: int, steps: int | None, device: str, 
     training.train(task, "fp32", seed, steps or task.steps, torch.device(device), finished=finished)
 
 
-def pretrained_path(cache: Path, name: str, images: str, seed: int, steps: int | None) -> Path:
+def pretrained_path(args: argparse.Namespace, name: str, seed: int) -> Path:
     """Path of the pre-trained weights; its name contains everything they depend on."""
-    task = task_of(name, images, "finetune")
-    facts = f"{task.data.description}, {steps or 'all'} steps, torch {torch.__version__}"
-    return cache / f"{name}-{seed}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.pt"
+    task = task_of(name, args.images, "finetune")
+    facts = f"{task.data.description}, {args.steps or 'all'} steps, torch {torch.__version__}"
+    facts += f", {args.device}{', TF32' if args.tf32 else ''}"
+    return args.cache / f"{name}-{seed}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.pt"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -219,14 +220,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     pool = {"jobs": args.jobs, "threads": args.threads, "devices": args.devices}
     longest = max((run["seconds"] for run in runs.values()), default=0.0)
-    starts: dict[tuple[str, int], Path | None] = {}
+    starts: dict[tuple[str, int], Path] = {}
     if args.table == "finetune":
         for task, seed in dict.fromkeys((task, seed) for _, task, _, seed in chosen):
-            starts[task, seed] = pretrained_path(args.cache, task, args.images, seed, args.steps)
+            starts[task, seed] = pretrained_path(args, task, seed)
         first = [
             (f"{task}/{seed}", pretrain, (task, args.images, seed, args.steps, args.device, path))
             for (task, seed), path in starts.items()
-            if path is not None and not path.exists()
+            if not path.exists()
         ]
         title = "pre-training"
         late = side_by_side.run_all(

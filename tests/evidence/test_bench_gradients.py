@@ -1,5 +1,6 @@
 """bench_gradients.py and bench_training.py: their figures, breaks, and each at toy size."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,15 @@ def test_a_method_that_was_left_out_is_tried_again(
     bench_training.main([*words, "0,1"])
     report = json.loads(path.read_text())
     assert len(report["runs"]) == 4 and set(report["left out"]) == {"lora"}
+
+
+def test_weights_to_fine_tune_are_those_of_the_settings(tmp_path: Path) -> None:
+    """A GPU's run does not start from weights that a CPU, or other products, have trained."""
+    plain = {"device": "cpu", "tf32": False, "steps": None, "images": "tiles", "cache": tmp_path}
+    changes: list[dict[str, Any]] = [{}, {"device": "cuda"}, {"tf32": True}, {"steps": 3}]
+    settings = [argparse.Namespace(**plain | change) for change in changes]
+    paths = [bench_training.pretrained_path(one, "vit", 0) for one in settings]
+    assert len({*paths, bench_training.pretrained_path(settings[0], "vit", 1)}) == 5
 
 
 def test_cost() -> None:
