@@ -326,6 +326,17 @@ def test_sizes_from_inputs() -> None:
     torch.set_rng_state(before)
 
 
+def test_sizes_from_a_vector() -> None:
+    """A layer may get one token, without an axis of tokens."""
+    data, plain = torch.randn(3, 64), nn.Linear(64, 64)
+    vectors, rows = (
+        hot.freeze(hot.convert(copy.deepcopy(plain), config(), every), inputs=inputs)
+        for inputs in ([*data], [data])
+    )
+    assert torch.equal(vectors.weight_exponents, rows.weight_exponents)
+    assert vectors.freeze_report.sizes == "x of 3 tokens, and weights"
+
+
 def test_layers_of_one_x_have_their_own_sizes() -> None:
     """Each quantises x by its own: codes of another layer would be wrong, eager and in a graph."""
     model, other = (

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import _compat
 from ..frozen.weights import FrozenModule
 from ..ops.calls import autocast_on
+from ..ops.core import flat
 from .unconverted import PRODUCTS
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -344,7 +345,7 @@ class Seen:
         """Add the x of a layer's call."""
         x = input_of(args, kwargs)
         if x is not None and x.numel():
-            norms = torch.linalg.vector_norm(x.flatten(0, -2), dim=0, dtype=torch.float32)
+            norms = torch.linalg.vector_norm(flat(x), dim=0, dtype=torch.float32)
             self.squares[name] = self.squares.get(name, 0.0) + norms.double().square()
             self.tokens[name] = self.tokens.get(name, 0) + x[..., 0].numel()
 
