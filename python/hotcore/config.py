@@ -219,7 +219,7 @@ class HotConfig:
 
     if TYPE_CHECKING:
         json: str = dataclasses.field(init=False)
-        """:meth:`to_json`, computed once."""
+        """:meth:`to_json` with apostrophes: inductor's C++ wrapper does not escape quotes."""
         spec: _core.Spec = dataclasses.field(init=False)
         """The backward's settings as a libhot object, made once."""
         forward_spec: _core.ForwardLinearSpec = dataclasses.field(init=False)
@@ -231,7 +231,7 @@ class HotConfig:
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "token_grid", token_grid)
         # No property: torch.compile can read an attribute but cannot trace its computation.
-        object.__setattr__(self, "json", text)
+        object.__setattr__(self, "json", text.replace('"', "'"))
 
     def _check(self) -> None:
         for name in _NAMES:

@@ -221,6 +221,17 @@ def test_inductor_writes_what_operators_share_once() -> None:
 
 
 @pytest.mark.long
+def test_inductors_wrapper_in_cpp() -> None:
+    """It writes an operator's text into C++ as it is."""
+    model, x = converted(nn.Linear(64, 64), INT8), torch.randn(96, 64)
+    expected = gradients(model, model, x)
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        found = gradients(model, torch.compile(model, fullgraph=True), x)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_a_memory_budget_knows_what_a_product_costs(budget: float) -> None:
     import torch._functorch.config as functorch

@@ -16,7 +16,7 @@ from .. import _compat
 from . import core
 from .core import DTYPES, PLAIN_TYPES
 
-_INT8 = '"forward":"int8"'
+_INT8 = "'forward':'int8'"
 
 
 def is_int8(config: str) -> bool:

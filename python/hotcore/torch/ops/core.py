@@ -28,8 +28,8 @@ _CPU = torch.device("cpu")
 
 @functools.lru_cache(maxsize=256)
 def parsed(json: str) -> HotConfig:
-    """The configuration of a JSON text, the constant that a compiled graph can hold."""
-    return HotConfig.from_json(json)
+    """The configuration of its ``json``, the constant that a compiled graph can hold."""
+    return HotConfig.from_json(json.replace("'", '"'))
 
 
 # ---- seeds and keys ----

@@ -154,7 +154,7 @@ def _check(
         raise ValueError(f"target: dtype {got}; expected int64")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
-    if '"token_grid":[' in config and '"basis":"full"' not in config:
+    if "'token_grid':[" in config and "'basis':'full'" not in config:
         raise ValueError("config: token_grid; chunks of tokens are no whole samples")
 
 
