@@ -10,7 +10,7 @@ import hotcore.torch as hot
 import pytest
 import torch
 from hotcore.torch.ops import core
-from support import refused
+from support import refused, without_broken_torchvision
 from torch import nn
 from torch_graphs import same
 
@@ -44,8 +44,8 @@ def gradients(
     module: nn.Module, x: torch.Tensor, gy: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(3)
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(module(x), (x, *module.parameters()), gy, **options)
+    x, trained = x.clone().requires_grad_(), (p for p in module.parameters() if p.requires_grad)
+    return torch.autograd.grad(module(x), (x, *trained), gy, **options)
 
 
 @every_layer
@@ -90,6 +90,33 @@ def test_fx_notes_the_call_in_training_mode(make: Make) -> None:
         assert sorted(a.shape for a in ours) == sorted(b.shape for b in theirs)
         assert torch.equal(ours[0], theirs[0])
         assert any(torch.equal(ours[1], b) for b in theirs[1:])  # HOT's, by the same seed
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.attention(x, x, x)
+        return y
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["attention", "Conv1D", "8", "4"])
+def test_fx_notes_calls_of_other_layers(kind: str, training: bool) -> None:
+    layer: nn.Module = Attends() if kind == "attention" else nn.Linear(64, 48)
+    if kind == "Conv1D":
+        with without_broken_torchvision():
+            layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(48, 64)
+    model, x = nn.Sequential(layer).train(training), torch.randn(2, 48, 64)
+    hot.convert(model, FORWARD_INT8, lambda *_: True)
+    if kind in "84":
+        hot.freeze(model, int(kind))
+    graph = torch.fx.symbolic_trace(model)
+    for found in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        gy = torch.randn_like(model(x))
+        assert torch.equal(gradients(found, x, gy)[0], gradients(model, x, gy)[0])
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="export took training graphs apart")

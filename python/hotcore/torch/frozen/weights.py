@@ -373,6 +373,11 @@ class FrozenModule(HotModule, nn.Module):
             )
         HotModule.config.fset(self, wanted)  # type: ignore[attr-defined]  # a property has it
 
+    def _named_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not isinstance(x, Tensor):
+            return self._recorded(x)
+        return super()._named_product(x, weight, bias)
+
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         plain = not self.training and self._plain_in_eval
         return linear_from_json(x, self.frozen, bias, "" if plain else self._config_json)

@@ -43,9 +43,11 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output, and attention's weights if ``need_weights``."""
+        options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if not isinstance(query, Tensor):
+            return self._recorded(query, key, value, *options)
         if self.runs_plain:
-            options = (need_weights, attn_mask, average_attn_weights, is_causal)
-            return super().forward(query, key, value, key_padding_mask, *options)
+            return super().forward(query, key, value, *options)
         if is_causal and attn_mask is None:
             raise RuntimeError("attn_mask: is_causal needs it, as in nn.MultiheadAttention")
         if query.dim() not in (2, 3) or query.shape[-1] != self.embed_dim:

@@ -30,7 +30,7 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]  # the base is Any
         # Conv1D's addmm has two dimensions, too, and hence the same bits.
         rows = x.reshape(-1, x.shape[-1])
         y = self._named_product(rows, self.weight.t(), self.bias)
-        return y.view(*x.shape[:-1], self.nf)
+        return y.view(x.size()[:-1] + (self.nf,))  # as Conv1D, which torch.fx can trace
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, config={self.config})"

@@ -104,6 +104,13 @@ class HotModule(Changed):
             self.prefix_layer_name(error)
             raise
 
+    def _recorded(self, x: Any, *arguments: Any) -> Any:
+        """The call of the module in a graph of torch.fx, whose proxy x is."""
+        if not isinstance(x, torch.fx.Proxy):
+            raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+        path = x.tracer.path_of_module(self)  # type: ignore[attr-defined]  # a Tracer has it
+        return x.tracer.create_proxy("call_module", path, (x, *arguments), {})
+
     def prefix_layer_name(self, error: Exception) -> None:
         """Put the layer's name before an error's message; for meta weights append a remedy."""
         text = f"layer {self.layer_name}: {error}" if self.layer_name else str(error)
