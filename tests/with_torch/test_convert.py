@@ -322,9 +322,11 @@ def test_overrides_leave_out() -> None:
         ({"*.qkv": 3}, TypeError, r"overrides\['\*.qkv'\]: expected a HotConfig or a recipe"),
         ({"*.qkv": {"bits": 4}}, ValueError, r"overrides\['\*.qkv'\]: HotConfig has no field '?bi"),
         ({"*.qkv": {"gx_bits": 5}}, ValueError, r"overrides\['\*.qkv'\]: gx_bits: expected 4"),
+        (["*.qkv"], TypeError, r"overrides: expected a mapping of .*, got \['\*.qkv'\]"),
+        ({0: "fast"}, TypeError, r"overrides: expected a mapping of .*, got {0: 'fast'}"),
     ],
 )
-def test_bad_overrides(overrides: dict, error: type[Exception], message: str) -> None:
+def test_bad_overrides(overrides: Any, error: type[Exception], message: str) -> None:
     model = Model()
     refused(lambda: hot.convert(model, overrides=overrides), message, error)
     assert not any(isinstance(module, hot.HotLinear) for module in model.modules())

@@ -98,7 +98,8 @@ def convert(
         they would be slower.
 
     Raises:
-        TypeError: ``model`` is no module, ``filter_fn`` no function, or an argument is unknown.
+        TypeError: ``model`` is no module, ``filter_fn`` no function, ``overrides`` no mapping of
+            texts, or an argument is unknown.
         ValueError: a layer is already converted, or sharded (``fully_shard`` comes after). No layer
             can be converted. A pattern matches no layer or only plain ones. A ``token_grid`` does
             not fit ``inputs``. ``model`` is an ``nn.DataParallel``.
@@ -154,6 +155,10 @@ def decide(
         kind = type(filter_fn).__name__
         raise TypeError(f"filter_fn: expected a function, got {kind}; did you mean overrides=?")
     base, overrides = as_config(config), overrides or {}
+    if not isinstance(overrides, Mapping) or not all(isinstance(name, str) for name in overrides):
+        raise TypeError(
+            f"overrides: expected a mapping of name patterns to configurations, got {overrides!r}"
+        )
     layers = selection.candidates(model)
     uses, total, never_called = _dry_run(model, dict(layers), inputs)
     reasons = selection.why_plain(model, layers, filter_fn)
