@@ -183,6 +183,8 @@ def test_errors() -> None:
     with pytest.raises(TypeError, match="blocks: expected a module or several, got str"):
         hot.recompute([model[0], "blocks"])  # type: ignore[list-item]
     refused(lambda: hot.recompute(3), "blocks: expected a module or several, got int", TypeError)
+    says = r"policy: expected a function \(hot.policies.keep_codes\), got 'keep_codes'"
+    refused(lambda: hot.recompute(model, "keep_codes"), says, TypeError)
     for leaves in (nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU())):
         with pytest.raises(ValueError, match="blocks: expected blocks that contain layers"):
             hot.recompute(leaves)

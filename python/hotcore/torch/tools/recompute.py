@@ -66,12 +66,14 @@ def recompute(
         A handle whose ``remove()`` restores the blocks; printed, it says how many there are.
 
     Raises:
-        TypeError: a block is not a module.
+        TypeError: a block is not a module, or ``policy`` is no function, list or None.
         ValueError: a block is or contains a recomputed one already, or no block contains layers.
 
     Source: docs/torch/memory.md, "Recompute instead".
     """
     options: dict[str, Any] = {"use_reentrant": False}
+    if not (policy is None or callable(policy) or isinstance(policy, list)):
+        raise TypeError(f"policy: expected a function (hot.policies.keep_codes), got {policy!r}")
     if policy is not None:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     chosen = _blocks(blocks)
