@@ -93,6 +93,11 @@ def frozen(rank: int, wrap: Callable[[nn.Module], nn.Module], bits: Any) -> None
         assert torch.allclose(whole, sum(addends) / WORLD, rtol=1e-5, atol=1e-7), name
     found = model.state_dict()["down.weight"]  # gathered, where it is sharded
     assert type(found) is torch.Tensor and torch.equal(found, expected["down.weight"])
+    codes = model.down.weight_codes
+    model.load_state_dict(model.state_dict())  # each process quantises all, and keeps its part
+    again = model.state_dict()["down.weight"]
+    assert (again - found).norm() < (0.1 if bits == 4 else 1e-5) * found.norm()
+    assert model.down.weight_codes is codes
     options = checkpoints.StateDictOptions(full_state_dict=True)
     state = checkpoints.get_model_state_dict(model, options=options)
     state["down.weight"] *= 2

@@ -23,7 +23,6 @@ from ..ops import DTYPES, PLAIN_TYPES, frozen_codes, is_dtensor
 from ..ops.codes import Frozen, body, dequantized, quantize_forward_weight, quantize_weight_int4
 from ..ops.frozen_codes import Format, guard, refuse_gradients, version
 from ..ops.linear import linear_from_json
-from ..ops.sharded import distributed_as
 from . import feature_sizes
 
 _CODES = "weight_codes"
@@ -503,7 +502,7 @@ class FrozenModule(HotModule, nn.Module):
         try:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
             if (codes := self._codes_from(state, prefix, assign)) is not None:
-                state[prefix + _CODES] = distributed_as(self.weight_codes, codes)
+                state[prefix + _CODES] = frozen_codes.split_as(codes, self.weight_codes)
                 self._make_room(codes, assign)
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f"While loading {prefix}weight: {error}")

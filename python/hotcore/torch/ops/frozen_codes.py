@@ -305,6 +305,17 @@ def gathered(codes: Tensor) -> Tensor:
     return codes if gather is None else gather()
 
 
+def split_as(codes: Tensor, like: Any) -> Tensor:
+    """All of the codes, which every process has, split as ``fully_shard`` has split ``like``."""
+    if hasattr(codes, "full_tensor") or not hasattr(like, "full_tensor"):
+        return codes
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    whole = DTensor.from_local(codes, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=like.placements)
+
+
 def refuse_gradients(requires_grad: bool = True) -> None:
     """Raise ValueError where codes are to be trained; ``Module.requires_grad_`` calls it."""
     if requires_grad:

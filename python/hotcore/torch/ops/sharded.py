@@ -82,14 +82,3 @@ def joined(y: Tensor, layout: Any) -> Tensor:
         y, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
     )
     return whole
-
-
-def distributed_as(parts: Any, whole: Tensor) -> Tensor:
-    """A tensor that each process has, as a DTensor like ``parts``; itself if that is a Tensor."""
-    if not is_dtensor(parts) or is_dtensor(whole):
-        return whole
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = parts.device_mesh
-    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return copies.redistribute(placements=parts.placements)
