@@ -241,6 +241,9 @@ def test_opcheck() -> None:
     turned = weight.t().contiguous().t()
     for arguments in ((x, weight, bias), (x.bfloat16(), weight, None), (x, turned, bias.half())):
         torch.library.opcheck(product, (*arguments, None, None, text))
+    given = (x, weight, bias, None, None)
+    assert torch.equal(product(*given, INT8.to_json()), product(*given, text))
+    assert not torch.equal(product(*given, text), product(*given, ""))
     saved, seed = torch.ops.hotcore.compress(x, text)
     torch.library.opcheck(product, (x, weight, bias, saved, seed, text))
     fields = (INT8.forward_block, *weight.shape, weight.dtype)

@@ -154,7 +154,8 @@ def _check(
         raise ValueError(f"target: dtype {got}; expected int64")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
-    if "'token_grid':[" in config and "'basis':'full'" not in config:
+    text = config.replace('"', "'")
+    if "'token_grid':[" in text and "'basis':'full'" not in text:
         raise ValueError("config: token_grid; chunks of tokens are no whole samples")
 
 
