@@ -36,7 +36,7 @@ _NAME = "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
 MIN_CHUNK = 2048
-"""Minimum of tokens in a chunk: each chunk reads and writes the fp32 g_w once."""
+"""Least limit of tokens in a chunk: each chunk reads and writes the fp32 g_w once."""
 _PART = 3 << 14
 """Words of the vocabulary in one g_x product of integers. INT32 sums hold 131,071 words, and CUDA's
 kernels for rows of codes hold 49,152."""
@@ -93,8 +93,8 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is uniform over V, 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         lse_square_scale: z-loss: this times ``logsumexp(logits)**2`` is added to a token's loss.
-        chunk: tokens of a chunk, 2048 at least by default. Logits of 16 bits then take a quarter of
-            the bytes of an fp32 g_w, or those of x.
+        chunk: tokens of a chunk. The default is up to 2048. It is more while logits of 16 bits take
+            no more bytes than x, or than a quarter of an fp32 g_w.
 
     Returns:
         ``[]`` in float32, or ``[...]`` with ``reduction="none"``.
