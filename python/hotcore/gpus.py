@@ -38,7 +38,7 @@ class Int8Rate(NamedTuple):
 
 
 H200 = Int8Rate(2, "measured", "H200, H100")
-"""The device that ``convert``'s rule was fitted on."""
+"""The class that ``convert``'s rule was fitted on, by an H100."""
 
 _TCGEN05 = "INT8 by tcgen05 alone, for which libhot has no kernel; mma.sync's rate is not known"
 _GEFORCE, _NO_GEFORCE = "GeForce", "no GeForce by its name"
