@@ -346,8 +346,8 @@ def decompress_activation(
     Source: docs/numerics.md, "Back to x".
     """
     source = _codes_of(saved, Saved, "saved")
-    end = saved.tokens if last is None else last
-    check_ints(64, first=first, last=end)
+    first = as_int(first, "first", 64)  # NumPy's narrow integers overflow below
+    end = as_int(saved.tokens if last is None else last, "last", 64)
     if out is None:
         count = min(max(0, end - first), saved.tokens)  # more are refused below
         target = source.empty((count, saved.in_features), source.float_dtype(dtype, "dtype"))
@@ -902,7 +902,7 @@ def _bytes(data: Array, name: str, like: Operand) -> Operand:
 def _columns(packed: Operand, columns: int | None) -> int:
     if columns is None:
         return 2 * packed.shape[1]
-    check_ints(64, columns=columns)
+    columns = as_int(columns, "columns", 64)
     if columns < 0 or (columns + 1) // 2 != packed.shape[1]:
         raise ValueError(
             f"columns: {columns} values do not fill the {packed.shape[1]} bytes of a row of "

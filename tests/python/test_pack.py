@@ -35,6 +35,16 @@ def test_rows_with_gaps(rng: np.random.Generator) -> None:
     equal_bits(hotcore.unpack_int4(packed), hotcore.unpack_int4(packed.copy()))
 
 
+def test_columns_of_a_narrow_type(rng: np.random.Generator) -> None:
+    q = rng.integers(-8, 8, (2, 255), dtype=np.int8)
+    packed, scale = hotcore.pack_int4(q), np.ones(2, np.float32)
+    equal_bits(hotcore.unpack_int4(packed, np.uint8(255)), q)
+    equal_bits(hotcore.dequantize(packed, scale, packed=True, columns=np.uint8(255)), np.float32(q))
+    saved = hotcore.compress_activation(rng.standard_normal((300, 64), np.float32))
+    tail = hotcore.decompress_activation(saved, np.uint8(250))
+    equal_bits(tail, hotcore.decompress_activation(saved, 250))
+
+
 @pytest.mark.skipif(torch is None, reason="torch is not installed")
 def test_torch(rng: np.random.Generator) -> None:
     q = torch.from_numpy(rng.integers(-8, 8, (3, 11), dtype=np.int8))
