@@ -68,6 +68,20 @@ def test_context() -> None:
     assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 
 
+def test_closed_until_it_is_entered_again() -> None:
+    model = converted()
+    schedule = paper.PrecisionSchedule(model, 2)
+    schedule.step()
+    schedule.close()
+    own = configs(model)
+    schedule.step()  # an optimizer's hook outlives the schedule
+    schedule.load_state_dict(schedule.state_dict())
+    assert configs(model) == own and schedule.count == 2
+    with schedule:
+        assert configs(model) == expected(4)
+    assert configs(model) == own
+
+
 def test_own_bits_after_the_warmup() -> None:
     model = converted()
     schedule = paper.PrecisionSchedule(model, 1, then_bits=None)

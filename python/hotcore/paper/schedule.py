@@ -21,8 +21,8 @@ class PrecisionSchedule:
     """Makes the HOT layers of a model compute g_x in 8 bits for a while, then in 4.
 
     Call ``step()`` after each step or epoch, the unit of ``warmup``. The end of ``with schedule:``
-    restores these bits. Layers keep every other field of their configuration. Put
-    :meth:`state_dict` into a checkpoint to resume a run.
+    restores these bits. A closed schedule only counts, until it is entered again. Layers keep every
+    other field of their configuration. Put :meth:`state_dict` into a checkpoint to resume a run.
 
     Args:
         model: a converted model; later conversions are not part of the schedule.
@@ -48,6 +48,7 @@ class PrecisionSchedule:
         self._warmup, self._bits, self._then_bits = warmup, bits, then_bits
         self.count = 0
         """Number of calls of ``step()``."""
+        self._closed = False
         self._apply()
 
     @property
@@ -63,9 +64,12 @@ class PrecisionSchedule:
 
     def close(self) -> None:
         """Restore the bits of g_x that every layer had before the schedule."""
+        self._closed = True
         self._set(None)
 
     def __enter__(self) -> PrecisionSchedule:
+        self._closed = False
+        self._apply()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -85,7 +89,8 @@ class PrecisionSchedule:
         return ((m, config) for m, config in self._layers if isinstance(m, HotModule))
 
     def _apply(self) -> None:
-        self._set(self.bits)
+        if not self._closed:
+            self._set(self.bits)
 
     def _set(self, bits: Bits | None) -> None:
         for module, config in self._converted():
