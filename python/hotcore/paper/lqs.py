@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functions
-from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
+from ..config import ConfigLike, HotConfig, Key, Rounding, as_config, as_key
 from ..functions import Granularity
 from ..torch.conversion.convert import decide
 from ..torch.conversion.probe import Call, eagerly, gradients_seen, loss_of, preserve_state
@@ -184,8 +184,9 @@ def calibrate(
         raise ValueError(f"gain: expected 0 <= gain < 1, got {gain}")
     if not torch.is_grad_enabled():
         raise ValueError("calibrate: gradients are off (torch.no_grad); LQS measures g_y")
+    key = as_key(seed, "seed")
     names = _layers(model, settings, filter_fn, slower)
-    probes = {name: _Probe(settings, Key(seed, stream=i % 8192)) for i, name in enumerate(names)}
+    probes = {n: _Probe(settings, key._replace(stream=i % 8192)) for i, n in enumerate(names)}
     layers = {name: model.get_submodule(name) for name in names}
     count = 0
     seen = gradients_seen(layers, lambda name, *call: probes[name].add(*call))
