@@ -92,6 +92,19 @@ def test_errors_are_those_of_the_real_backward() -> None:
         assert 0.4 * real < layer.gx_error[scale] < 1.3 * real
 
 
+@pytest.mark.parametrize("scale", ["tensor", "channel", "token"])
+def test_gw_errors_are_those_of_equalised_tokens(scale: str) -> None:
+    gy, x = torch.randn(64, 96), torch.randn(64, 64)
+    x *= torch.where(torch.rand(64, 1) < 0.15, 100.0, 1.0)
+    config = HotConfig.recipe("accurate", equalize_tokens=True, gw_scale=scale)
+    (layer,) = paper.calibrate(Weighted(gy), [x], lambda m, b: m(b), config).layers
+    saved = hotcore.compress_activation(x, config)
+    exact = gy.T @ hotcore.decompress_activation(saved)
+    gw = hotcore.backward_linear(gy, None, saved, need="gw").gw
+    real = float((gw - exact).square().sum() / exact.square().sum())
+    assert 0.7 * real < layer.gw_error[scale] < 1.4 * real
+
+
 def test_outlier_tokens_ask_for_finer_scales() -> None:
     even = torch.randn(64, 96)
     tokens = even.clone()

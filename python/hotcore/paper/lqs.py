@@ -239,6 +239,10 @@ class _Probe:
             name: getattr(config, name)
             for name in ("rank", "basis", "block", "rows", "token_grid", "prefix_tokens")
         }
+        if config.equalize_tokens:  # g_w is the product of x / t and t g_y
+            exponents = functions.compress_activation(x, config).exponents().int() - 127
+            sizes = torch.ldexp(torch.ones_like(x[:, :1]), exponents[:, None])
+            x, gy = x / sizes, gy * sizes
         projected = functions.hla(gy, **options, side="gradient", key=key)
         projected_x = functions.hla(x, **options, side="activation", key=key)
         self._sums["gw", ""] += power(projected.T @ projected_x)
