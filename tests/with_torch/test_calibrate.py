@@ -301,11 +301,20 @@ def test_without_gradients(batches: list[torch.Tensor]) -> None:
         paper.calibrate(Net(), batches, lambda m, b: m.head(b).sum())
 
 
+def test_gradients_that_are_not_finite(batches: list[torch.Tensor]) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.down.weight[3] = torch.inf  # g_x of down, and g_y of up
+    with pytest.raises(ValueError, match="calibrate: NaN or Inf in .* up, down"):
+        paper.calibrate(model, batches, loss_of)
+
+
 def test_bad_arguments(batches: list[torch.Tensor]) -> None:
     for model, data, options, message in (
         (Net(), [], {}, "batches: empty"),
         (Net(), batches, {"gw_fine": "row"}, "gw_fine: 'row'"),
         (Net(), batches, {"gain": 1.5}, "gain: .*got 1.5"),
+        (Net(), batches, {"seed": -1}, "^seed: seed = -1 is outside"),
         (nn.ReLU(), batches, {}, "no "),
     ):
         with pytest.raises(ValueError, match=message):

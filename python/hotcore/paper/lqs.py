@@ -171,7 +171,7 @@ def calibrate(
 
     Raises:
         ValueError: no batch, no gradient (``torch.no_grad``, a loss without a graph, frozen
-            layers), a bad argument.
+            layers), NaN or Inf in a gradient, a bad argument.
 
     Source: LQS of the paper and its supplement G; docs/paper.md.
     """
@@ -202,6 +202,11 @@ def calibrate(
         raise ValueError(
             f"calibrate: no gradient reached {listed(unreached)}; "
             "leave them out with filter_fn, or let their outputs require grad"
+        )
+    if broken := [name for name, probe in probes.items() if not probe.finite]:
+        raise ValueError(
+            f"calibrate: NaN or Inf in the gradients of {listed(broken)}; expected finite ones; "
+            "leave out batches or, with filter_fn, layers, or scale the loss"
         )
     chosen = [probe.choose(name, gw_fine, gain) for name, probe in probes.items()]
     return Selection(tuple(chosen), settings, count)
@@ -250,6 +255,11 @@ class _Probe:
             rounded = _rounded(projected, 8, choice, config.gw_rounding, key)
             self._sums["gw", choice] += power((rounded - projected).T @ projected_x)
         self._key = key._replace(offset=key.offset + 1)
+
+    @property
+    def finite(self) -> bool:
+        """Whether no gradient had NaN or Inf."""
+        return all(map(math.isfinite, self._sums.values()))
 
     def choose(self, name: str, gw_fine: str, gain: float) -> LayerErrors:
         gx: dict[str, float] = {scale: self._relative("gx", scale) for scale in GX_SCALES}
