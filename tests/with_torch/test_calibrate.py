@@ -209,6 +209,16 @@ def test_convolutions(recipe: str) -> None:
     assert found.gw_error == pytest.approx(same.gw_error, rel=0.15)
 
 
+def test_a_convolution_of_one_image_without_a_batch() -> None:
+    model, image = nn.Conv2d(64, 96, 1), torch.randn(64, 8, 8)
+    options = {"filter_fn": lambda module, name: True}
+    one, batched = (
+        paper.calibrate(model, [x], lambda m, b: m(b).square().mean(), **options).layers
+        for x in (image, image[None])
+    )
+    assert one == batched
+
+
 def test_conv1d_of_transformers() -> None:
     model = nn.Sequential(conv1d(64, 96), conv1d(96, 64))
     plan = paper.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())

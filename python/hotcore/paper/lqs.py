@@ -305,6 +305,8 @@ def _as_linear(
         if not isinstance(module, nn.Linear):
             weight = weight.T  # transformers' Conv1D keeps [I, O]
         return x.reshape(-1, x.shape[-1]), weight, gy.reshape(-1, gy.shape[-1]), config
+    if x.dim() == 3:
+        x, gy = x[None], gy[None]
     pixels = visited(x, module.stride).reshape(-1, x.shape[1])
     gradients = visited(gy, (1, 1)).reshape(-1, gy.shape[1])
     return pixels, weight.flatten(1), gradients, settings(config, True, (gy.shape[2], gy.shape[3]))
