@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
+import numpy as np
 import pytest
 import torch
 from hotcore.torch.frozen import HotFrozenLinear
@@ -274,7 +275,9 @@ def test_offloaded_weights(plain: Path, tmp_path: Path) -> None:
 
 
 def test_bad_arguments() -> None:
-    refused(lambda: HotQuantizationConfig({"rang": 3}), "no field 'rang'")
+    refused(lambda: HotQuantizationConfig({"rang": 3}), "^config: HotConfig has no field 'rang'")
+    says = "^rank: expected an int, got np.int64"
+    refused(lambda: HotQuantizationConfig({"rank": np.int64(3)}), says, TypeError)
     refused(lambda: HotQuantizationConfig(3), "config: expected a HotConfig", TypeError)
     with pytest.raises(TypeError, match="modules_to_not_convert: expected a list"):
         HotQuantizationConfig("fast", "lm_head")

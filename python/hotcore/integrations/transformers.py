@@ -15,7 +15,7 @@ from torch import nn
 
 import hotcore.torch as hot
 
-from ..config import ConfigLike, HotConfig, as_config
+from ..config import ConfigLike, HotConfig, as_config, check_names
 from ..torch.conversion.freeze import Freezing
 from ..torch.conversion.load import FLOATS, dtypes_of
 from ..torch.conversion.report import listed
@@ -50,7 +50,7 @@ class HotQuantizationConfig(_configs.QuantizationConfigMixin):  # type: ignore[m
             ``from_pretrained`` reads without rounding. Otherwise it writes dequantised weights.
 
     Raises:
-        TypeError: another type of ``config``, or ``modules_to_not_convert`` is a str.
+        TypeError: another type of ``config`` or its fields, or ``modules_to_not_convert`` is a str.
         ValueError: a wrong field of ``config``, another ``freeze``, or ``save_codes`` without it.
 
     Source: docs/torch/integrations.md, "transformers".
@@ -68,7 +68,8 @@ class HotQuantizationConfig(_configs.QuantizationConfigMixin):  # type: ignore[m
         if isinstance(modules_to_not_convert, str):
             raise TypeError("modules_to_not_convert: expected a list of names, got a str")
         if isinstance(config, Mapping):
-            config = HotConfig.from_json(json.dumps(dict(config)))
+            check_names(config, "config")
+            config = HotConfig(**config)
         if freeze not in (False, True, "int8", "int4"):
             raise ValueError(f"freeze: expected 'int4', 'int8' or a bool, got {freeze!r}")
         if save_codes and not freeze:
