@@ -38,6 +38,10 @@ class Kind:
             if hasattr(foreign, "__array_namespace__"):
                 namespace = foreign.__array_namespace__()
                 self._from_dlpack = getattr(namespace, "from_dlpack", None)
+            jax = sys.modules.get("jax")
+            if jax is not None and isinstance(foreign, jax.Array):
+                from_dlpack = jax.numpy.from_dlpack  # JAX may have several CPU devices
+                self._from_dlpack = functools.partial(from_dlpack, device=foreign.device)
 
     def dlpack(self, array: Array) -> Any:
         """Return ``array`` in the form that ``_core`` takes."""

@@ -58,3 +58,10 @@ def test_arrays_of_several_devices_are_not_taken() -> None:
     parted = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     with pytest.raises(ValueError, match="x: a .*ArrayImpl on no one device: .*unsharded"):
         hotcore.fwht(jax.device_put(jnp.ones((4, 16)), parted))
+
+
+def test_results_lie_on_the_device_of_the_first_array() -> None:
+    device = jax.devices()[-1]
+    x = jax.device_put(jnp.ones((4, 16)), device)
+    assert (x + hotcore.fwht(x)).device == device  # JAX refuses a sum over two devices
+    assert hotcore.compress_activation(x).data.device == device
