@@ -126,6 +126,8 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="layers: 'x' matches none of"):
         HotLoop(model, optimizer, noise_every=1, noise_layers="x")
     refused(lambda: HotLoop(model, optimizer, log=3), "log: expected .*, got int", TypeError)
+    refused(lambda: HotLoop(model, optimizer, start="3"), "start: expected an int", TypeError)
+    refused(lambda: HotLoop(model, optimizer, start=-1), "start: -1 is negative")
     says = r"^HotLoop.__init__\(\) got an unexpected keyword argument 'warm_up'$"
     with pytest.raises(TypeError, match=says):
         HotLoop(model, optimizer, warm_up=3)

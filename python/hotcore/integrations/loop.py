@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 import hotcore.torch as hot
 
+from ..config import as_size
+
 Scalars = Mapping[str, float]
 
 
@@ -28,7 +30,7 @@ class HotLoop:
         start: steps before this run; the log continues from there.
 
     Raises:
-        ValueError: a bad argument, or no converted layer matches ``noise_layers``.
+        ValueError, TypeError: a bad argument, or no converted layer matches ``noise_layers``.
         RuntimeError: entered twice.
 
     Source: docs/torch/integrations.md, "Integrations".
@@ -53,7 +55,7 @@ class HotLoop:
         self._model, self._optimizer = model, optimizer
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
-        self.steps = start
+        self.steps = as_size(start, "start", 64)
         """Number of steps, ``start`` included."""
         self._stack: ExitStack | None = None
         self.scalars: dict[str, float] = {}
