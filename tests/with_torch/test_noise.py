@@ -119,6 +119,17 @@ def test_autocast_and_compiled() -> None:
     assert found["hot/noise_gx/all"] == pytest.approx(plain["hot/noise_gx/all"], rel=0.5)
 
 
+def test_an_overflow_is_not_measured() -> None:
+    """A step that a GradScaler skips stays in the measurement of the next one."""
+    model, x = converted(), batches(1)[0]
+    monitor = hot.NoiseMonitor(model)
+    with monitor:
+        (model(x).square().mean() * torch.inf).backward()
+        model(x).square().mean().backward()
+    assert monitor.scalars.keys() == names("2", "4", "6", "all")
+    assert all(0 <= ratio < 1 for ratio in monitor.scalars.values())
+
+
 def test_x_by_keyword_and_written_afterwards() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     hot.convert(model, "accurate", filter_fn=lambda module, name: True)

@@ -28,7 +28,8 @@ class NoiseMonitor:
     :attr:`scalars` has the ratios. A measured step repeats every call of a chosen layer, in HOT
     with another random key, and in plain torch in fp32. The step's gradients, the parameters and
     torch's random state do not change. A compiled model runs the measured step eagerly. Attention,
-    layers of bitsandbytes, and layers whose weight is computed are not measured.
+    layers of bitsandbytes, layers whose weight is computed, and calls whose g_y has NaN or Inf are
+    not measured.
 
     Args:
         model: a converted model.
@@ -105,6 +106,8 @@ class NoiseMonitor:
     ) -> None:
         # A graph may outlive its step, and a layer may have changed since.
         if self._open is None or not module.training or not _measurable(module):
+            return
+        if not bool(gy.isfinite().all()):  # a step that a GradScaler skips
             return
         assert isinstance(module, HotModule)
         x, needs_gx, dtype = read_x(), call.requires_grad, call.autocast
