@@ -58,7 +58,6 @@ COMMON, FIRST = 4, 2
 """Sequences of the timed steps and of the first; not 1, which compilers treat as a constant."""
 MOST_TRIALS = 4
 DEFAULTS = {"seed": 0, "backend": "inductor"}
-"""Settings that a report names only if they differ, because earlier reports name none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
     args = arguments(argv)
     settings = {"size": dataclasses.asdict(args.model), "device": args.device}
-    settings |= {k: getattr(args, k) for k, v in DEFAULTS.items() if getattr(args, k) != v}
+    settings |= timing.unusual(args, DEFAULTS)
     if args.device == "cuda":
         settings["card"] = torch.cuda.get_device_name(0)
         torch.cuda.set_per_process_memory_fraction(SHARE)

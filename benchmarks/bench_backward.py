@@ -268,9 +268,9 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
             rows[name]["faster than fp32"] = speed
         table = {"shape": shape, "published": published, "rows": rows}
         tables[",".join(map(str, shape))] = table
-    means = {"means": means_of(speeds)}
+    means = means_of(speeds)
     published_mean = statistics.geometric_mean([t["published"] for t in tables.values()])
-    return {"rotating": {"shapes": tables, **means, "published geomean": published_mean}}
+    return {"rotating": {"shapes": tables, "means": means, "published geomean": published_mean}}
 
 
 def speeds_of(rows: dict[str, Any]) -> dict[str, float]:

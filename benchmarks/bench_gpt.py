@@ -242,7 +242,6 @@ def batches(
 
 
 DEFAULTS: dict[str, Any] = {"graph": False, "points": 10, "backend": "inductor"}
-"""Settings that a report names only if they differ, because earlier reports name none."""
 
 
 @dataclass(frozen=True)
@@ -274,8 +273,7 @@ class How:
     def settings(self) -> dict[str, Any]:
         """Settings that must be equal for a report to continue."""
         always = {"steps": self.steps, "size": asdict(self.size), "device": self.device}
-        more = {name: getattr(self, name) for name in DEFAULTS}
-        return always | {name: value for name, value in more.items() if value != DEFAULTS[name]}
+        return always | timing.unusual(self, DEFAULTS)
 
 
 def model_of(size: Size, contender: Contender, device: str, backend: str | None) -> SmallGPT:

@@ -437,6 +437,12 @@ def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return report
 
 
+def unusual(options: object, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that a report names only if they differ, because earlier reports name none."""
+    found = {name: getattr(options, name) for name in defaults}
+    return {name: value for name, value in found.items() if value != defaults[name]}
+
+
 def begun(path: Path, benchmark: str, settings: Mapping[str, Any], entries: str) -> dict[str, Any]:
     """Read the report at ``path`` to continue it, or begin a new one with an empty ``entries``."""
     empty = {**facts_of(benchmark), "settings": settings, entries: {}}

@@ -303,13 +303,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         key = f"{args.model}/{args.gpus}/{part}/{name}/{seed}"
         jobs[key] = functools.partial(row_of, part, run)
     benchmark, settings = f"wire-{gpt}" if gpt else "several", {"steps": steps}
-    before: Row = dict(settings)
+    before: Row = settings
     if gpt:
         begun = time.perf_counter()
         settings |= {"size": asdict(run.gpt), "text": run.text().facts(run.gpt, steps)}
         args.budget -= time.perf_counter() - begun
-        before = settings
     else:  # a report has models with settings of their own; an old one lacks some
+        before = dict(settings)
         path = timing.path_of(args, benchmark)
         there = json.loads(path.read_text())["settings"] if path.exists() else {}
         for name in ("each", "images", "layers"):

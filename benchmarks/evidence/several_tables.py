@@ -132,8 +132,8 @@ def ddp(results: Path) -> Lines:
             for place in places:
                 row, plain = (found.get(place, {}).get(one, {}) for one in (name, "bf16"))
                 if "step" in row and "step" in plain:
-                    ms, of = row["step"]["median_ms"], row.get("bf16_ms")  # in its turns
-                    of = of or plain["step"]["median_ms"]
+                    ms = row["step"]["median_ms"]
+                    of = row.get("bf16_ms", plain["step"]["median_ms"])  # in its turns
                     words.append(f"{ms:.0f} ms" if name == "bf16" else f"{of / ms:.2f}×")
                     peaks += [row["peak_gib"] / plain["peak_gib"]] if "peak_gib" in row else []
                 else:

@@ -371,9 +371,12 @@ def test_a_trained_base_is_that_of_its_text(monkeypatch: pytest.MonkeyPatch) -> 
         bench_lora.gpt(False)
         return caches.pop()
 
+    def pretrained(size: object, text: object, cache: Path) -> torch.nn.Module:
+        caches.append(cache)
+        return torch.nn.Module()
+
     caches: list[Path] = []
-    save = lambda size, text, cache: caches.append(cache) or torch.nn.Module()  # noqa: E731
-    monkeypatch.setattr(bench_lora, "pretrained", save)
+    monkeypatch.setattr(bench_lora, "pretrained", pretrained)
     assert cache_of(1) == cache_of(1) != cache_of(2)
 
 

@@ -17,10 +17,14 @@ from . import core
 from .core import DTYPES, PLAIN_TYPES
 
 
+def own_text(config: str) -> str:
+    """The text as ``HotConfig.json`` has it; an operator called by hand may have to_json's."""
+    return config.replace('"', "'")
+
+
 def is_int8(config: str) -> bool:
     """Whether a configuration's text has an 8-bit forward; torch.compile can trace this."""
-    # An operator that is called by hand may have to_json's text.
-    return "'forward':'int8'" in config or '"forward":"int8"' in config
+    return "'forward':'int8'" in own_text(config)
 
 
 def config_json(config: ConfigLike) -> str:

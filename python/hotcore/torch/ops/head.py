@@ -154,7 +154,7 @@ def _check(
         raise ValueError(f"target: dtype {got}; expected int64")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
-    text = config.replace('"', "'")
+    text = calls.own_text(config)
     if "'token_grid':[" in text and "'basis':'full'" not in text:
         raise ValueError("config: token_grid; chunks of tokens are no whole samples")
 
