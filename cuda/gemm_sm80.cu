@@ -1,8 +1,11 @@
 // Stage: integer product with mma.sync for every architecture from sm_80 on: dispatch of a plan to
 // the kernel of its tile (gemm_sm80.cuh).
 //
-// token_kernel: fp32 product with a scale per k (LQS), k in ascending order as on the CPU.
+// token_kernel: fp32 product with a scale per k (LQS), k in ascending order as on the CPU. A CTA
+// computes tiles of the result, a thread 2 x 2 values of each.
 #include "cuda/gemm_sm80.h"
+
+#include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
@@ -17,19 +20,88 @@ constexpr Run* runs[] = {mma_run<Mma128x256x128>, mma_run<Mma256x128x128>, mma_r
                          mma_run<Mma128x128x64>,  mma_run<Mma64x64x64>,    mma_run<MmaAny>};
 static_assert(sizeof(runs) / sizeof(runs[0]) == mma_tile_count);
 
-__global__ void token_kernel(GemmArgs args) {
-  begin_kernel();
-  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i >= args.m * args.n) return;
-  const std::int64_t m = i / args.n, n = i % args.n;
-  float acc = 0.0F;
-  for (std::int64_t k = 0; k < args.k; ++k) {
-    const float a = static_cast<float>(args.a[m * args.lda + k]) * args.a_scale[k];
-    acc += a * static_cast<float>(args.b[n * args.ldb + k]);
+// A step of k of a tile's operands in fp32, a row per k. Two more columns put the rows that a warp
+// writes into different banks.
+struct TokenStage {
+  float a[token_product::step][token_product::tile + 2];
+  float b[token_product::step][token_product::tile + 2];
+};
+
+// A thread's share of a step: `codes` of one row of each operand, scaled by k for A. Zeros outside.
+class TokenCodes {
+ public:
+  static constexpr int codes = token_product::tile * token_product::step / token_product::threads;
+  static_assert(token_product::step % codes == 0);
+
+  __device__ TokenCodes()
+      : row_(static_cast<int>(threadIdx.x) / (token_product::step / codes)),
+        k_(static_cast<int>(threadIdx.x) % (token_product::step / codes) * codes) {}
+
+  __device__ void load(const GemmArgs& args, std::int64_t first_m, std::int64_t first_n,
+                       std::int64_t first_k) {
+    const std::int64_t m = first_m + row_, n = first_n + row_;
+#pragma unroll
+    for (int i = 0; i < codes; ++i) {
+      const std::int64_t k = first_k + k_ + i;
+      const bool inside = k < args.k;
+      a_[i] = inside && m < args.m ? static_cast<float>(args.a[m * args.lda + k]) * args.a_scale[k]
+                                   : 0.0F;
+      b_[i] = inside && n < args.n ? static_cast<float>(args.b[n * args.ldb + k]) : 0.0F;
+    }
   }
-  float v = acc * args.b_scale[n * args.b_scale_step] * args.inv_divisor;
-  if (args.accumulate) v = load_element(args.out.contents(), m, n) + v;
-  store_element(args.out, m, n, v);
+  __device__ void store(TokenStage& stage) const {
+#pragma unroll
+    for (int i = 0; i < codes; ++i) {
+      stage.a[k_ + i][row_] = a_[i];
+      stage.b[k_ + i][row_] = b_[i];
+    }
+  }
+
+ private:
+  int row_, k_;
+  float a_[codes], b_[codes];
+};
+
+__global__ void __launch_bounds__(token_product::threads) token_kernel(GemmArgs args) {
+  constexpr int tile = token_product::tile, step = token_product::step, side = tile / 2;
+  static_assert(side * side == token_product::threads);
+  __shared__ TokenStage stages[2];
+  begin_kernel();
+  const int row = static_cast<int>(threadIdx.x) / side * 2;
+  const int col = static_cast<int>(threadIdx.x) % side * 2;
+  const std::int64_t tiles_n = (args.n + tile - 1) / tile;
+  const std::int64_t tiles = (args.m + tile - 1) / tile * tiles_n;
+  TokenCodes next;
+  for (std::int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
+    const std::int64_t m = t / tiles_n * tile, n = t % tiles_n * tile;
+    float sums[2][2] = {};
+    next.load(args, m, n, 0);
+    int current = 0;
+    for (std::int64_t k = 0; k < args.k; k += step, current ^= 1) {
+      const TokenStage& stage = stages[current];
+      next.store(stages[current]);
+      __syncthreads();  // the other stage was read before its last barrier
+      if (k + step < args.k) next.load(args, m, n, k + step);
+#pragma unroll
+      for (int i = 0; i < step; ++i) {
+        const float2 a = *reinterpret_cast<const float2*>(&stage.a[i][row]);
+        const float2 b = *reinterpret_cast<const float2*>(&stage.b[i][col]);
+        sums[0][0] += a.x * b.x;
+        sums[0][1] += a.x * b.y;
+        sums[1][0] += a.y * b.x;
+        sums[1][1] += a.y * b.y;
+      }
+    }
+    __syncthreads();  // the next tile begins with either stage
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::int64_t out_m = m + row + i / 2, out_n = n + col + i % 2;
+      if (out_m >= args.m || out_n >= args.n) continue;
+      float v = sums[i / 2][i % 2] * args.b_scale[out_n * args.b_scale_step] * args.inv_divisor;
+      if (args.accumulate) v = load_element(args.out.contents(), out_m, out_n) + v;
+      store_element(args.out, out_m, out_n, v);
+    }
+  }
 }
 
 }  // namespace
@@ -42,9 +114,6 @@ void mma_gemm(const Context& context, const GemmArgs& args, MmaCodes codes, cons
 void launch_mma(const Context& context, const plan::Step& step, const Work& work) {
   const auto& part = step.as<plan::ProductStep>();
   const WorkProduct& product = work.products[part.product];
-  if (part.mma.blocks == 0) {
-    throw Error(ErrorCode::unsupported, "gemm: too many tiles for one launch");
-  }
   mma_gemm(context, product.args, part.int4 ? MmaCodes::int4 : MmaCodes::int8, part.mma,
            step.kernel == plan::Kernel::mma_fixup ? MmaPart::fixup : MmaPart::tiles,
            product.scratch);

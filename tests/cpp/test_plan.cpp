@@ -434,7 +434,7 @@ TEST(Plan, slow_paths_say_why) {
   expect("g_y is read element by element: out_features 3070", 3070);
   spec = recipe("fast");
   spec.gw_scale = hot::Granularity::token;
-  expect("fp32 product, one thread a result");
+  expect("fp32 product, k in order");
   expect("gw_scale is token");
   spec = recipe("fast");
   spec.hadamard_block = 64;

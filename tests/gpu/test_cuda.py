@@ -41,6 +41,30 @@ def test_adapter_equals_cpu(config: str | hotcore.HotConfig) -> None:
     assert torch.allclose(grads[0][2], grads[1][2].cpu(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    "shape", ((1, 1, 1), (33, 31, 65), (1027, 97, 130), (2048, 64, 96), (70, 1600, 1500)), ids=str
+)
+def test_scales_by_token_equal_cpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Whole and partial tiles of the product with a scale per token, as LQS chooses it."""
+    import hotcore.torch as hot
+
+    tokens, outs, ins = shape
+    config = hotcore.HotConfig.recipe("paper", gw_scale="token")
+    x, gy = torch.randn(tokens, ins).to(dtype), torch.randn(tokens, outs).to(dtype)
+    w, grads = torch.randn(outs, ins).to(dtype), []
+    for device in ("cpu", "cuda"):
+        weight = w.clone().to(device).requires_grad_()
+        torch.manual_seed(3)
+        y = hot.linear(x.to(device), weight, None, config)
+        y.backward(gy.to(device), retain_graph=True)
+        grads.append(weight.grad.clone())
+        torch.manual_seed(3)
+        y.backward(gy.to(device))  # added to what is there
+        grads.append(weight.grad)
+    assert all(map(same_bits, grads[:2], grads[2:]))
+
+
 @pytest.mark.parametrize("autocast", (None, torch.bfloat16, torch.float16))
 def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
     """Layers have the CPU's bits: eager, captured, and with a weight that is not trained."""

@@ -176,7 +176,7 @@ MmaPlan mma_plan_of(const MmaDevice& device, const MmaProduct& product, int tile
 
 MmaPlan mma_choose(const MmaDevice& device, const MmaProduct& product, bool may_share) {
   const int any = mma_tile("any");
-  if (!mma_can(device, product, any)) return {};  // too many tiles
+  if (!mma_can(device, product, any)) return {};  // no code for INT4
   Division best = Divider(device, product, any).whole();
   best.cycles = INFINITY;
   for (int tile = 0; tile < any; ++tile) {

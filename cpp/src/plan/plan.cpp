@@ -221,7 +221,7 @@ void check_counts(const char* call, std::initializer_list<std::int64_t> counts) 
 
 void check_counts(const char* call, std::int64_t m, std::int64_t n, std::int64_t k) {
   check_counts(call, {m, n, k});
-  check_counts(call, {m * n / (64 * 64)});  // tiles
+  check_counts(call, {ceil_div(m, 64) * ceil_div(n, 64)});  // tiles
 }
 
 // All operands are quantised before the products. Then g_y is read again while the L2 cache may

@@ -192,6 +192,13 @@ constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 
 }  // namespace small_gemm
 
+// token_kernel: square tiles of the result, steps of k.
+namespace token_product {
+
+constexpr int tile = 32, step = 32, threads = 256;
+
+}  // namespace token_product
+
 // Kernel of a wgmma product (cuda/gemm_int8_sm90.h) and the order of its tiles: along M or N, in
 // stripes of `swizzle` tiles. `splits` is stream-K's number of shares of the contraction (1:
 // CUTLASS decides).

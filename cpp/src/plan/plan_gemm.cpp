@@ -256,11 +256,16 @@ ProductBuffers buffers_of(const Work& work, const WorkProduct& product) {
 void add_single(Plan& plan, const Work& work, int index) {
   const WorkProduct& product = work.products[index];
   const Buffer out = buffer_of(product.result);
-  const LaunchShape shape{ceil_div(product.args.m * product.args.n, 256), 256};
-  if (product.clear) return plan.add(Kernel::fill_zero, shape, {}, out, ProductStep{index});
-  plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
-  plan.add(Kernel::token, shape, buffers_of(work, product).reads(product.args.accumulate), out,
-           ProductStep{index}, product.args.out.dtype);
+  const std::int64_t m = product.args.m, n = product.args.n;
+  if (product.clear) {
+    return plan.add(Kernel::fill_zero, {ceil_div(m * n, 256), 256}, {}, out, ProductStep{index});
+  }
+  constexpr int tile = token_product::tile;
+  const std::int64_t tiles = ceil_div(m, tile) * ceil_div(n, tile);
+  plan.takes({Kernel::wgmma_128x128, "fp32 product, k in order", scales_by_token});
+  plan.add(Kernel::token, {std::min<std::int64_t>(tiles, INT32_MAX), token_product::threads},
+           buffers_of(work, product).reads(product.args.accumulate), out, ProductStep{index},
+           product.args.out.dtype);
 }
 
 }  // namespace
