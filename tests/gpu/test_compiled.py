@@ -151,11 +151,13 @@ def in_eager(name: str, recipe: str, *batch: Tensor) -> Any:
     return model, exact, eager, trained(copy.deepcopy(model), *batch)
 
 
-@pytest.mark.parametrize("way", ["blocks", "whole"])
+@pytest.mark.parametrize("way", ["blocks", "recomputed", "whole"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) -> None:
     model, exact, eager, losses = in_eager("vit", recipe, images, labels)
-    parts = model.blocks if way == "blocks" else [model]
+    parts = [model] if way == "whole" else model.blocks
+    if way == "recomputed":
+        hot.recompute(model.blocks)
     for part in parts:
         part.compile(fullgraph=True)
     assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)

@@ -158,7 +158,8 @@ class _Checkpointed(OwnForward):
             if not torch.compiler.is_compiling():
                 warnings.warn(f"hotcore.torch.recompute: {name}={off} {_WHY}", stacklevel=2)
         forward = self.forward
-        if own := _OPTIONS & kwargs.keys():
+        # No `_OPTIONS & kwargs.keys()`: torch 2.11 does not compile it, and runs the block eagerly.
+        if own := [name for name in kwargs if name in _OPTIONS]:
             forward = functools.partial(forward, **{name: kwargs.pop(name) for name in own})
         return checkpoint(forward, *args, **self.options, **kwargs)
 
