@@ -351,7 +351,8 @@ class _Backward(torch.autograd.Function):
             kept = (image,) if _keeps_x(method) else method.keep(_wide(x))
         ctx.save_for_backward(core.kept_weight(w, ctx.needs_input_grad[1]), *kept)
         ctx.image, ctx.shape = image.shape, x.shape
-        return y.to(image.dtype)
+        # torch 2.11 compiles a cast of nothing, as the last call, to a result without gradients.
+        return y if y.dtype == image.dtype else y.to(image.dtype)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
