@@ -159,7 +159,8 @@ def tensor_parallel(rank: int, device: str) -> None:
     for a, b in ((x, weight), (every, layer.weight)):
         with pytest.raises(ValueError, match="(x|weight): a Tensor beside DTensors"):
             hot.linear(a, b)
-    for style in (ColwiseParallel, RowwiseParallel):
+    # torch 2.9 and 2.10 refuse integers first, without a name.
+    for style in (ColwiseParallel, RowwiseParallel) if torch.__version__ >= (2, 11) else ():
         frozen = build(hot.HotConfig.recipe("fast", forward="int8"), device)
         hot.freeze_int8(frozen)
         with pytest.raises(NotImplementedError, match="up: its weight is frozen in codes"):
@@ -282,6 +283,9 @@ def pipelines(rank: int, device: str) -> None:
     """torch's schedules. With one stage per process the seeds are those of the stage alone."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
+    if device == "cpu" and torch.__version__.startswith("2.9."):
+        return  # it aborts over gloo, with plain models, too
+
     x, target = (draws(seed, 8, 32, 64, device=device) for seed in (7, 8))
 
     def loss_of(y: Tensor, wanted: Tensor) -> Tensor:
@@ -327,8 +331,8 @@ def pipelines(rank: int, device: str) -> None:
     for name in ("ScheduleGPipe", "Schedule1F1B"):
         check(name, 1, "default")
     names = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-    # torch 2.11's zero-bubble schedules end in torch's error at any autograd.Function.
-    for name in names[:1] if (2, 11) <= torch.__version__ < (2, 12) else names:
+    # With torch 2.10 and 2.11 these schedules end in torch's error at any autograd.Function.
+    for name in names[:1] if (2, 10) <= torch.__version__ < (2, 12) else names:
         check(f"Schedule{name}", 2, NEAREST)
 
 

@@ -135,7 +135,9 @@ def test_compiled_graphs(
     if policy is hot.policies.keep_attention:
         assert not any(t.dtype == torch.uint8 for t in graphs.kept)
     kept = sum(t.nbytes for t in graphs.kept if isinstance(t.numel(), int))
-    assert kept < sum(t.nbytes for t in full.kept)
+    # torch 2.7 keeps a vector more than without keep_products.
+    if policy is not hot.policies.keep_products or not torch.__version__.startswith("2.7."):
+        assert kept < sum(t.nbytes for t in full.kept)
 
 
 def test_eval_and_copies(x: torch.Tensor) -> None:
