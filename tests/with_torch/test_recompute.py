@@ -269,6 +269,39 @@ def test_a_cache_is_not_written_twice(x: torch.Tensor) -> None:
     assert len(cache) == 2
 
 
+class Keys(list[Any]):
+    """A KV cache, as transformers' ``Cache``."""
+
+    def get_seq_length(self) -> int:
+        return len(self)
+
+
+class NamedAsSince524(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        y = self.layer(x)
+        if isinstance(cache, Keys):
+            cache.append(y)
+        return y if cache is None or isinstance(cache, Keys) else y * cache
+
+
+@pytest.mark.filterwarnings("ignore:hotcore.torch.recompute")
+def test_an_argument_named_cache_is_one_if_it_has_a_length(x: torch.Tensor) -> None:
+    """transformers 5.24 renamed past_key_values. Blocks of others may name a table so."""
+    model, table = converted(NamedAsSince524(), "default"), torch.rand(64)
+    expected = [model(x), model(x) * table]
+    hot.recompute(model)
+    keys = Keys()
+    for given, y in ((keys, expected[0]), (None, expected[0]), (table, expected[1])):
+        for found in (model(x, given), model(x, cache=given)):
+            assert torch.equal(found, y)
+            found.sum().backward()
+    assert not keys
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: getattr(p, "__name__", "none"))
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
@@ -288,8 +321,9 @@ def test_stock_models_of_transformers(kind: str, policy: Any, seeded: None) -> N
 
     expected = step()
     hot.recompute(blocks, policy)
-    with pytest.warns(UserWarning, match=r"past_key_values=None in training"):
+    with pytest.warns(UserWarning, match=r"(past_key_values|cache)=None in training"):
         assert same(step(), expected)
     with torch.no_grad():
-        cache = model.eval()(tokens).past_key_values
+        output = model.eval()(tokens)
+    cache = output["cache" if "cache" in output else "past_key_values"]
     assert cache.get_seq_length() == 16

@@ -149,9 +149,9 @@ class _Checkpointed(OwnForward):
             if only_reads and off is None:
                 continue
             at = self.names.index(name) if name in self.names else len(args)
-            if _is_given(kwargs.get(name)):
+            if _is_given(kwargs.get(name), name):
                 kwargs[name] = off
-            elif at < len(args) and _is_given(args[at]):
+            elif at < len(args) and _is_given(args[at], name):
                 args = (*args[:at], off, *args[at + 1 :])
             else:
                 continue
@@ -164,12 +164,15 @@ class _Checkpointed(OwnForward):
         return checkpoint(forward, *args, **self.options, **kwargs)
 
 
-_CACHES = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
-"""transformers' arguments for a KV cache, and the values without one."""
+_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+_CACHES = {"use_cache": False, **dict.fromkeys(_NAMES)}
+"""transformers' arguments for a KV cache (``cache`` from 5.24 on), and the values without one."""
 _OPTIONS = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"}
 """Keyword arguments that checkpoint would take for its own, and not pass to the block."""
 _WHY = "in training, as a block that is recomputed would write the KV cache twice"
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False  # bool() of an empty cache is False, too
+def _is_given(value: Any, name: str) -> bool:
+    if value is None or value is False:  # bool() of an empty cache is False, too
+        return False
+    return name != "cache" or hasattr(value, "get_seq_length")  # others' blocks may mean tables
