@@ -66,6 +66,8 @@ def output_of(*arguments: str, folder: Path, timeout: float) -> str:
     """
     paths = [str(Path(hotcore.__file__).parents[1]), str(folder), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    # Python 3.12 and newer warn of every fork beside threads.
+    environment["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
     done = ran(sys.executable, *arguments, env=environment, timeout=timeout)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

@@ -343,17 +343,19 @@ def _holder(value: Any, seen: set[int]) -> str:
         if id(each) in seen or isinstance(each, types.FrameType | types.GeneratorType):
             continue
         seen.add(id(each))
-        if type(each) is dict:  # usually of an instance or of a module
-            if (key := _key_of(value, each)) != _compat.COMPILED_OF:
-                return f"dict ({key})"
+        # The dict is usually of an instance; Python 3.13 gives the instance itself.
+        key = _key_of(value, each if type(each) is dict else getattr(each, "__dict__", {}))
+        if key == _compat.COMPILED_OF:
             continue
+        if type(each) is dict:
+            return f"dict ({key})"
         closure = isinstance(each, types.CellType | types.FunctionType | tuple)
         if name := _holder(each, seen) if closure else type(each).__name__:
             return name
     return ""
 
 
-def _key_of(value: Any, table: dict[Any, Any]) -> str:
+def _key_of(value: Any, table: Any) -> str:
     # Apart from _holder, where the generator's cell would be another holder of the value.
     return next((str(key) for key, item in list(table.items()) if item is value), "")
 
