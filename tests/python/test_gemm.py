@@ -118,7 +118,7 @@ def test_longer_contractions_are_rounded_once(
     rng: np.random.Generator, dtype: str, accumulate: bool
 ) -> None:
     a, b = codes(rng, 3, 300_000), codes(rng, 5, 300_001)[:, :-1]
-    sa, sb = (np.exp(rng.standard_normal(n)).astype(np.float32) / 2**20 for n in (3, 5))
+    sa, sb = (np.exp(rng.standard_normal(n)).astype(np.float32) / np.float32(2**20) for n in (3, 5))
     sums = (a.astype(np.int64) @ b.astype(np.int64).T).astype(np.float32)
     expected = sums * sb * (sa / np.float32(4))[:, None]
     out = rng.standard_normal((3, 5)).astype(dtype)
