@@ -72,5 +72,5 @@ set(ENV{LD_LIBRARY_PATH} "${lib_folder}")  # pkg-config knows no rpath
 file(MAKE_DIRECTORY "${work}/pkgconfig")
 run("${compiler}" -std=c++17 "${source}/tests/consumer/main.cpp" -o "${work}/pkgconfig/consumer" ${flags})
 run("${compiler}" -x c -std=c99 -Wall -Wextra -Werror -pedantic "${source}/tests/consumer/main.c"
-  -x none -o "${work}/pkgconfig/consumer_c" ${flags} -lm)
+  -o "${work}/pkgconfig/consumer_c" ${flags} -lm)
 run_programs("${work}/pkgconfig")
