@@ -83,6 +83,20 @@ class HeadForward:
         return input.new_empty((*input.shape[:-1], 0))
 
 
+class LossOfX:
+    """The ``loss_function`` of a model with an :class:`AttachedLoss`.
+
+    torch's compiler before 2.12 takes a bound method for another one than itself.
+    """
+
+    def __init__(self, attached: AttachedLoss) -> None:
+        self.attached = attached
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The arguments of :meth:`AttachedLoss.loss`."""
+        return self.attached.loss(*args, **kwargs)
+
+
 class AttachedLoss(OwnForward):
     """The forward of a causal LM model.
 
@@ -99,7 +113,9 @@ class AttachedLoss(OwnForward):
         head = getattr(model, name)
         self.head = HeadForward(head)
         self.forward, self.plain_loss = model.forward, model.loss_function
-        self.names = [*inspect.signature(model.forward).parameters]
+        names = [*inspect.signature(model.forward).parameters]
+        self.at = names.index("labels") if "labels" in names else len(names)
+        """Position of the labels among the arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Raises RuntimeError in a second thread: there is one x to keep."""
@@ -110,7 +126,8 @@ class AttachedLoss(OwnForward):
                     "hotcore.torch.convert: head: another thread runs this model; give each a copy "
                     "of it, which may share the Parameters"
                 )
-        labels = dict(zip(self.names, args, strict=False)).get("labels", kwargs.get("labels"))
+        # No zip of names and args: torch 2.6 does not compile one of unequal lengths.
+        labels = args[self.at] if self.at < len(args) else kwargs.get("labels")
         self.head.keeps = self.model.training and labels is not None and not self._needs_logits()
         try:
             return self.forward(*args, **kwargs)
@@ -124,7 +141,7 @@ class AttachedLoss(OwnForward):
         if within is not head:
             _whole_logits(f"{self.name} is a {type(within).__name__} now")
             return True
-        if getattr(self.model.loss_function, "__self__", None) is not self:
+        if getattr(self.model.loss_function, "attached", None) is not self:
             _whole_logits("the model's loss_function was replaced")
             return True
         hooks = [head._forward_hooks, head._backward_hooks, head._backward_pre_hooks]
@@ -218,7 +235,7 @@ def _attach(model: nn.Module, config: ConfigLike | None) -> str:
         return why
     state = AttachedLoss(inner, names[0], config, capped)
     vars(head)[_FORWARD] = state.head
-    state.install(inner, **{_LOSS: state.loss})
+    state.install(inner, **{_LOSS: LossOfX(state)})
     return ""
 
 
