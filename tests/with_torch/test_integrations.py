@@ -1,8 +1,10 @@
 """``hotcore.integrations``: the loop by hand and with accelerate, transformers' and Lightning's."""
 
 import copy
+import importlib
 import inspect
 import pickle
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +221,16 @@ def trainer_of(tmp_path: Path, model: nn.Module, steps: int, **options: Any) -> 
     options = {"max_steps": steps, "logging_steps": 1, "remove_unused_columns": False, **options}
     arguments = TrainingArguments(str(tmp_path), **{**batch, **quiet, **options})
     return Trainer(model, arguments, train_dataset=data(64))
+
+
+def test_transformers_before_5_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_broken_torchvision():
+        transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    name = "hotcore.integrations.transformers"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ImportError, match="expected transformers 5 or newer, got 4.57.6; hot.conv"):
+        importlib.import_module(name)
 
 
 @pytest.mark.long
