@@ -73,7 +73,7 @@ def test_code_of_the_page_runs() -> None:
     (code,) = re.findall(r"^```py\n(.*?)^```", text.split("\n## ")[0], re.MULTILINE | re.DOTALL)
     model = Net()
     exec(compile(code, str(page), "exec"), {"model": model})
-    # By convert's own rules, which leave the convolution and the head; then the head.
+    # convert's own rules leave the convolution and the head; then the head.
     layers = {name: m for name, m in model.named_modules() if isinstance(m, hot.HotLinear)}
     assert {name: layer.config.forward for name, layer in layers.items()} == dict.fromkeys(
         ("body.0", "body.2", "head"), "int8"
