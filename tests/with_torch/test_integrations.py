@@ -227,6 +227,7 @@ def test_transformers_before_5_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with without_broken_torchvision():
         transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
     name = "hotcore.integrations.transformers"
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ImportError, match="expected transformers 5 or newer, got 4.57.6; hot.conv"):

@@ -25,14 +25,18 @@ from ..torch.ops.frozen_codes import parameter
 from .loop import LoopCallback
 
 # hotcore does not require transformers; the type checker runs without it.
-_version = importlib.import_module("transformers").__version__
-if int(_version.partition(".")[0]) < 5:
-    raise ImportError(
-        f"hotcore.integrations.transformers: expected transformers 5 or newer, got {_version}; "
-        "hot.convert itself takes models of older ones"
-    )
 _TrainerCallback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
-_ConversionOps: Any = importlib.import_module("transformers.core_model_loading").ConversionOps
+try:
+    _loading = importlib.import_module("transformers.core_model_loading")
+except ModuleNotFoundError as error:
+    if error.name != "transformers.core_model_loading":
+        raise
+    raise ImportError(
+        "hotcore.integrations.transformers: expected transformers 5 or newer, got "
+        f"{importlib.import_module('transformers').__version__}; hot.convert itself takes models "
+        "of older ones"
+    ) from None
+_ConversionOps: Any = _loading.ConversionOps
 _quantizers: Any = importlib.import_module("transformers.quantizers")
 _configs: Any = importlib.import_module("transformers.utils.quantization_config")
 
