@@ -231,7 +231,7 @@ class HotConfig:
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "token_grid", token_grid)
         # No property: torch.compile can read an attribute but cannot trace its computation.
-        object.__setattr__(self, "json", text.replace('"', "'"))
+        object.__setattr__(self, "json", own_text(text))
 
     def _check(self) -> None:
         for name in _NAMES:
@@ -363,6 +363,11 @@ _RECIPES: dict[RecipeName, dict[str, Any]] = {
     for recipe, changes in RECIPES.items()
 }
 """Recipe -> all of its fields."""
+
+
+def own_text(config: str) -> str:
+    """The text as :attr:`HotConfig.json` has it; operators called by hand may have to_json's."""
+    return config.replace('"', "'")
 
 
 def _checked(values: tuple[Any, ...]) -> tuple[Any, Any, str]:

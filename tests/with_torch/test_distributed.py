@@ -183,8 +183,9 @@ def fsdp(rank: int, device: str) -> None:
         assert p.grad.dtype == torch.float32 and p.grad.full_tensor().isfinite().all(), name
 
 
+HAS_FSDP = torch.__version__ >= (2, 9)
 no_fsdp = pytest.mark.skipif(
-    torch.__version__ < (2, 9),
+    not HAS_FSDP,
     reason="FSDP2 on the CPU fails with torch 2.6 and sums gradients with 2.7 and 2.8, also plain",
 )
 
@@ -192,7 +193,7 @@ no_fsdp = pytest.mark.skipif(
 @pytest.mark.long
 def test_two_processes() -> None:
     """The two import torch once for all plans."""
-    plans.spawn(ddp, *((fsdp, *plans.PLANS) if torch.__version__ >= (2, 9) else ()))
+    plans.spawn(ddp, *((fsdp, *plans.PLANS) if HAS_FSDP else ()))
 
 
 @no_fsdp

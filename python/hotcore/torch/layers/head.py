@@ -92,9 +92,40 @@ class LossOfX:
     def __init__(self, attached: AttachedLoss) -> None:
         self.attached = attached
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The arguments of :meth:`AttachedLoss.loss`."""
-        return self.attached.loss(*args, **kwargs)
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """``ForCausalLMLoss`` of transformers, of the x that the head has kept."""
+        attached = self.attached
+        x, head = attached.head.x, attached.head.head
+        if x is None:
+            named = {"ignore_index": ignore_index, "shift_labels": shift_labels, **others}
+            plain: Tensor = attached.plain_loss(
+                logits, labels, vocab_size, num_items_in_batch, **named
+            )
+            return plain
+        if shift_labels is None:  # a token predicts the next one
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = linear_cross_entropy(
+            *(x, head.weight, shift_labels.view(x.shape[:-1]).to(x.device), head.bias),
+            config=attached.config,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            softcap=getattr(attached.model.config, _SOFTCAP) if attached.capped else None,
+        )
+        if num_items_in_batch is None:
+            return loss
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        mean: Tensor = loss / num_items_in_batch
+        return mean
 
 
 class AttachedLoss(OwnForward):
@@ -152,38 +183,6 @@ class AttachedLoss(OwnForward):
                 _whole_logits(f"{self.name} has the hook {getattr(hook, '__qualname__', hook)}")
                 return True
         return False
-
-    def loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
-        """``ForCausalLMLoss`` of transformers, of the x that the head has kept."""
-        x, head = self.head.x, self.head.head
-        if x is None:
-            named = {"ignore_index": ignore_index, "shift_labels": shift_labels, **others}
-            plain: Tensor = self.plain_loss(logits, labels, vocab_size, num_items_in_batch, **named)
-            return plain
-        if shift_labels is None:  # a token predicts the next one
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        loss = linear_cross_entropy(
-            *(x, head.weight, shift_labels.view(x.shape[:-1]).to(x.device), head.bias),
-            config=self.config,
-            ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
-            softcap=getattr(self.model.config, _SOFTCAP) if self.capped else None,
-        )
-        if num_items_in_batch is None:
-            return loss
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        mean: Tensor = loss / num_items_in_batch
-        return mean
 
 
 @functools.cache

@@ -11,15 +11,10 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ...config import RECIPE_TEXTS, ConfigLike, HotConfig, as_config
+from ...config import RECIPE_TEXTS, ConfigLike, HotConfig, as_config, own_text
 from .. import _compat
 from . import core
 from .core import DTYPES, PLAIN_TYPES
-
-
-def own_text(config: str) -> str:
-    """The text as ``HotConfig.json`` has it; an operator called by hand may have to_json's."""
-    return config.replace('"', "'")
 
 
 def is_int8(config: str) -> bool:

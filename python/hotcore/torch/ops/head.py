@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import _core
-from ...config import ConfigLike, HotConfig, Key, as_int
+from ...config import ConfigLike, HotConfig, Key, as_int, own_text
 from .. import _compat
 from . import calls, codes, core, linear, sharded
 from .codes import Frozen
@@ -154,7 +154,7 @@ def _check(
         raise ValueError(f"target: dtype {got}; expected int64")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
-    text = calls.own_text(config)
+    text = own_text(config)
     if "'token_grid':[" in text and "'basis':'full'" not in text:
         raise ValueError("config: token_grid; chunks of tokens are no whole samples")
 
