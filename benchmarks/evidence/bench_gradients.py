@@ -287,10 +287,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     keys = ("methods", "at", "steps", "seeds", "draws", "batches")
     settings = {"tasks": tasks} | {key: getattr(args, key) for key in keys}
     try:
-        for task in tasks:
-            small_tasks.chosen(task, args.methods, "gradients")
+        chosen = [small_tasks.chosen(task, args.methods, "gradients") for task in tasks]
         why = "no gradients of the layers' own weights"
-        report = small_tasks.begun(args.json, "gradients", settings, args.threads, why, "points")
+        facts = (settings, args.threads, why, "points", sum(chosen, []))
+        report = small_tasks.begun(args.json, "gradients", *facts)
     except ValueError as error:
         parser.error(str(error))
     for task in tasks:

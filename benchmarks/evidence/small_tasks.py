@@ -8,8 +8,9 @@ EfficientFormer-L1.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -411,14 +412,30 @@ def of_second_half(task: training.Task) -> training.Task:
 
 
 def begun(
-    path: Path, benchmark: str, settings: Mapping[str, Any], threads: int, lora: str, entries: str
+    path: Path,
+    benchmark: str,
+    settings: Mapping[str, Any],
+    threads: int,
+    lora: str,
+    entries: str,
+    contenders: Iterable[Contender],
 ) -> dict[str, Any]:
     """Return :func:`timing.begun`, which names what is left out.
 
-    ``lora`` is the reason to leave LoRA out, empty if it runs.
+    ``lora`` is the reason to leave LoRA out, empty if it runs. Raises ValueError if the file of a
+    contender's method has changed since the report's rows.
     """
     report = timing.begun(path, benchmark, settings, entries)
     if "left out" not in report:
         report["versions"]["threads"] = threads
         report["left out"] = {"lora": lora} if lora else {}
+    for contender in contenders:
+        if ".py:" in contender.method:
+            file = Path(contender.method.rpartition(":")[0])
+            now = hashlib.sha256(file.read_bytes()).hexdigest()
+            if report.setdefault("files", {}).setdefault(contender.name, now) != now:
+                raise ValueError(
+                    f"methods: {contender.method}: the file differs from that of {path}'s rows; "
+                    "name another --json, or remove the report"
+                )
     return report

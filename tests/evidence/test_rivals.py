@@ -138,14 +138,24 @@ def test_a_method_in_a_file_has_rows_in_the_tables(
         assert gap != 0 and f"| SignGradient | {gap:+.3f} |" in capsys.readouterr().out
     kept = [runs[f"vit/{name}/0"]["linear_saved_bytes"] for name in ("fp32", "SignGradient")]
     assert 0.25 < kept[1] / kept[0] < 0.26
-    words = ["--at", "0", "--draws", "2", "--batches", "2", "--json", "gradients.json"]
-    bench_gradients.main(["--methods", "luq;signs.py:SignGradient", *small[2:], *words])
+    words = ["--methods", "luq;signs.py:SignGradient", *small[2:], "--at", "0", "--draws", "2"]
+    gradients = [*words, "--batches", "2", "--json", "gradients.json"]
+    bench_gradients.main(gradients)
     assert re.search(r"\| SignGradient \|( 0\.\d+ \|){4}  \| 1\.00 \|", capsys.readouterr().out)
     refused(lambda: rivals.convert(Net(), "signs.py:Best"), "signs.py:Best: 'Best' is no subclass")
     with pytest.raises(SystemExit):
         bench_training.main(["--methods", "fp32;other.py:Best", "--json", "none.json"])
     assert "other.py:Best: there is no 'other.py'" in capsys.readouterr().err
     (tmp_path / "also.py").write_text((tmp_path / "signs.py").read_text())
+    with (tmp_path / "signs.py").open("a") as file:
+        file.write("# another method\n")
+    again = [*small, "--seeds", "0", "--json", "rivals.json"]
+    for main, options in ((bench_training.main, again), (bench_gradients.main, gradients)):
+        before = Path(options[-1]).read_text()
+        with pytest.raises(SystemExit):
+            main(options)
+        assert "signs.py:SignGradient: the file differs from that" in capsys.readouterr().err
+        assert Path(options[-1]).read_text() == before
     twice = "signs.py:SignGradient;also.py:SignGradient"
     with pytest.raises(SystemExit):
         bench_training.main([*small[2:], "--methods", twice, "--json", "none.json"])

@@ -352,6 +352,15 @@ class Scalar:
     dtype, shape = "torch.int64", ()
 
 
+class Doubles:
+    """A matrix of another framework, like torch.randn(8, 8, dtype=torch.float64)."""
+
+    dtype = "torch.float64"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return W.astype(np.float64)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [
@@ -359,6 +368,7 @@ class Scalar:
         ((X.astype(np.int64), W), {}, ValueError, "x: dtype int64"),
         ((X.astype(np.float64), W), {}, ValueError, "x: dtype float64; expected float32, float16"),
         ((X, W.astype(np.int8)), {}, ValueError, "w: dtype int8"),
+        ((X, Doubles()), {}, ValueError, "w: dtype float64; expected float32, float16"),
         ((X, W, B.astype(np.int8)), {}, ValueError, "b: dtype int8"),
         (("text", W), {}, TypeError, "x: "),
         ((None, W), {}, ValueError, "x: None is not"),

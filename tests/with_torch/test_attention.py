@@ -170,11 +170,14 @@ def test_the_report() -> None:
     attention = functools.partial(nn.MultiheadAttention, WIDTH, HEADS)
     layers = {"mixed": attention(batch_first=True), "extra": attention(add_bias_kv=True)}
     layers |= {"zero": attention(add_zero_attn=True), "last": nn.Linear(WIDTH, WIDTH)}
-    model = nn.ModuleDict(layers)
-    model.forward = lambda x: model["mixed"](x, x, x)[0]
+    layers["cross"] = attention(kdim=32, vdim=96, batch_first=True)
+    model, keys = nn.ModuleDict(layers), torch.randn(SAMPLES, 7, 32)
+    values = torch.randn(SAMPLES, 7, 96)
+    model.forward = lambda x: model["cross"](model["mixed"](x, x, x)[0], keys, value=values)[0]
     report = hot.convert(model, inputs=torch.randn(SAMPLES, TOKENS, WIDTH)).hot_report
     rows = {layer.name: layer for layer in report.converted}
-    assert list(rows) == ["mixed", "last"]
+    assert list(rows) == ["mixed", "last", "cross"]
+    assert rows["cross"].macs == SAMPLES * WIDTH * (2 * TOKENS * WIDTH + 7 * (32 + 96))
     reasons = {layer.name: layer.reason for layer in report.skipped}
     why = "add_bias_kv and add_zero_attn are not supported"
     assert reasons == dict.fromkeys(("extra", "zero"), why)

@@ -70,9 +70,9 @@ def _floats(array: Array, name: str) -> Array:
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{name}: {error}") from error
-    # Without x64 jnp narrows NumPy's 64 bits: what came counts.
-    dtype = (array if isinstance(array, np.ndarray | np.generic) else converted).dtype
-    if dtype.name not in FLOATS:
+    # Without x64 jnp narrows 64 bits of NumPy's and others' arrays: what came counts.
+    dtype = str(getattr(array, "dtype", converted.dtype)).rpartition(".")[2]
+    if dtype not in FLOATS:
         raise ValueError(f"{name}: dtype {dtype}; expected float32, float16 or bfloat16")
     return converted
 

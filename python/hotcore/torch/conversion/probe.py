@@ -156,15 +156,15 @@ class Watch(TorchFunctionMode):
         self._inside.pop()
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor):
-            self.uses[name].macs += macs(module, first)
+            self.uses[name].macs += macs(module, first, args, kwargs)
 
 
-def macs(layer: nn.Module, output: Tensor) -> int:
-    """Multiply-adds of a layer for ``output``; for an attention those of its projections."""
+def macs(layer: nn.Module, output: Tensor, args: Any, kwargs: Mapping[str, Any]) -> int:
+    """Multiply-adds of a layer's call; for an attention those of its projections."""
     if isinstance(layer, nn.MultiheadAttention):
-        weights = (*layer._parameters.values(), layer.out_proj._parameters.get("weight"))
-        values = [p.numel() for p in weights if p is not None and p.dim() == 2]
-        return output.numel() // int(layer.embed_dim) * sum(values)
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        projected = [given[name].numel() for name in ("query", "query", "key", "value")]
+        return int(layer.embed_dim) * sum(projected)
     weight = layer.weight if isinstance(layer, FrozenModule) else layer._parameters.get("weight")
     if weight is None or not weight.numel() or not output.dim():  # no dims: a head's loss
         return 0
