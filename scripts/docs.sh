@@ -17,7 +17,7 @@ case "${1:-}" in
 esac
 
 hot_env_venv
-hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
+hot_env_examples
 hot_env_install docs -r "$HOT_ROOT/scripts/docs-requirements.txt"
 hot_env_project torch
 

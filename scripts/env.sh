@@ -3,6 +3,7 @@
 #   hot_env_python                finds a Python >= 3.10 and sets HOT_PYTHON
 #   hot_env_venv                  makes the environment if there is none
 #   hot_env_install NAME ARG...   runs pip install ARG..., unless the last call with this NAME had the same arguments
+#   hot_env_examples              installs what the examples need, torch among it
 #   hot_env_project [EXTRA]       builds and installs this repository, unless its sources are the same; environments
 #                                 with the same Python share a build
 #
@@ -45,7 +46,7 @@ hot_env_python() {
     return
   fi
   local name
-  for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
+  for name in python3 python3.15 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
     if command -v "$name" >/dev/null && hot_env_is_python "$name"; then
       HOT_PYTHON="$(command -v "$name")"
       return
@@ -145,6 +146,10 @@ hot_env_install() {
   # Python compiles a module when it is first imported. Compiling all of them takes as long as the installation.
   hot_env_once "install-$name" "$*" "$HOT_VENV_PYTHON" -m pip install --no-compile "$@"
 }
+
+# Packages of the examples, with the torch of both of the README's commands. 2.13 has none for Python 3.15.
+HOT_TORCH=('torch==2.13.0; python_version<"3.15"' 'torch==2.15.0; python_version>="3.15"')
+hot_env_examples() { hot_env_install train "${HOT_TORCH[@]}" numpy scikit-learn matplotlib tqdm; }
 
 # One hash of the package's sources, with the Python and the build options that change it.
 hot_env_sources() {

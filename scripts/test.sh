@@ -102,9 +102,9 @@ if [[ -n "$version" ]]; then
       "fetch it (its message is above). hotcore takes torch >= 2.6; HOT_PYTHON=/path/to/python chooses another Python"
 else
   hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' pytest-xdist -r "$HOT_ROOT/scripts/style-requirements.txt"
-  hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
+  hot_env_examples
   # Libraries with models that tests build without downloads. torch is named again, so that pip keeps its version.
-  (hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.24.0 peft==0.21.2 accelerate==1.15.0 \
+  (hot_env_install models "${HOT_TORCH[@]}" timm==1.0.31 transformers==5.24.0 peft==0.21.2 accelerate==1.15.0 \
     lightning==2.6.6 bitsandbytes==0.50.2 torchao==0.18.0 pydantic) ||
     hot_env_say "no timm, transformers, peft, accelerate, lightning, bitsandbytes, torchao: what needs them is skipped"
   # hotcore.jax: JAX, and the headers that its part of the package is built from.

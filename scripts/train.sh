@@ -17,6 +17,6 @@ done
 hot_env_busy
 hot_env_venv_works || hot_env_say "first call: downloads torch and builds hotcore, a few minutes; then the training"
 hot_env_venv
-hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm
+hot_env_examples
 hot_env_project torch
 exec "$HOT_VENV_PYTHON" "$HOT_ROOT/examples/train.py" "$@"

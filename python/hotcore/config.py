@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json as _json
 import operator
 import re
@@ -349,12 +350,12 @@ class HotConfig:
 
 
 if HotConfig.__doc__:  # not with python -OO
-    HotConfig.__doc__ += "\n    Args:\n"
+    # From Python 3.13 on the compiler has taken its indentation away.
+    HotConfig.__doc__ = inspect.cleandoc(HotConfig.__doc__) + "\n\nArgs:\n"
     for _field in FIELDS.values():
         _text = f"{_field.name}: {_field.doc}. Values: {_field.values_text()}. Default: "
         _lines = textwrap.wrap(f"{_text}``{_field.default!r}``.", 88, subsequent_indent="    ")
-        HotConfig.__doc__ += textwrap.indent("\n".join(_lines), " " * 8) + "\n"
-    HotConfig.__doc__ += "    "
+        HotConfig.__doc__ += textwrap.indent("\n".join(_lines), " " * 4) + "\n"
 
 _NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 import re
@@ -98,7 +99,7 @@ def test_the_class_is_the_table() -> None:
     more = FIELDS["basis"]._replace(choices=("full", "sketch"))
     assert unlike_the_table({**FIELDS, "basis": more})[0].startswith("basis is of type")
     for field in FIELDS.values():
-        assert f"\n        {field.name}: " in (HotConfig.__doc__ or "")
+        assert f"\n    {field.name}: " in (inspect.getdoc(HotConfig) or "")
         assert field.doc and (field.choices or field.values or field.type == "bool")
 
 

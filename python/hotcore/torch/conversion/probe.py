@@ -163,8 +163,8 @@ def macs(layer: nn.Module, output: Tensor, args: Any, kwargs: Mapping[str, Any])
     """Multiply-adds of a layer's call; for an attention those of its projections."""
     if isinstance(layer, nn.MultiheadAttention):
         given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-        projected = [given[name].numel() for name in ("query", "query", "key", "value")]
-        return int(layer.embed_dim) * sum(projected)
+        values: int = sum(given[name].numel() for name in ("query", "query", "key", "value"))
+        return int(layer.embed_dim) * values
     weight = layer.weight if isinstance(layer, FrozenModule) else layer._parameters.get("weight")
     if weight is None or not weight.numel() or not output.dim():  # no dims: a head's loss
         return 0
