@@ -108,9 +108,10 @@ else
     lightning==2.6.6 bitsandbytes==0.50.2 torchao==0.18.0 pydantic) ||
     hot_env_say "no timm, transformers, peft, accelerate, lightning, bitsandbytes, torchao: what needs them is skipped"
   # hotcore.jax: JAX, and the headers that its part of the package is built from.
-  (hot_env_install jax jax==0.10.2 && "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/fetch_xla_ffi.py" >&2) ||
+  jax=('jax==0.10.2; python_version<"3.15"' 'jax==0.12.0; python_version>="3.15"')
+  (hot_env_install jax "${jax[@]}" && "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/fetch_xla_ffi.py" >&2) ||
     hot_env_say "no JAX: the tests of hotcore.jax are skipped"
-  (hot_env_install flax jax==0.10.2 flax==0.12.8) || hot_env_say "no flax: the tests of hotcore.jax.flax are skipped"
+  (hot_env_install flax "${jax[@]}" flax==0.12.8) || hot_env_say "no flax: the tests of hotcore.jax.flax are skipped"
 fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----
