@@ -599,6 +599,10 @@ def test_refused() -> None:
     refused(lambda: hot.freeze_int8(Net()), r"no converted layer; call hot\.convert")
     model = frozen()
     refused(lambda: hot.freeze_int8(model), "no layer can be frozen: up .frozen already., down")
+    sharded = hot.convert(nn.Sequential(nn.Linear(64, 64)), "default", every)
+    sharded[0].weight.data = torch.empty(0)  # as DeepSpeed's ZeRO 3 leaves it
+    for bits in (4, 8):
+        refused(lambda bits=bits: hot.freeze(sharded, bits), r"shape .0.; freeze comes before ZeRO")
     refused(lambda: hot.convert(model, "default", every), "already converted")
     refused(lambda: model.requires_grad_(True), r"frozen in codes; hot\.thaw\(model\)")
     refused(lambda: model.up.requires_grad_(True), r"frozen in codes; hot\.thaw\(model\)")

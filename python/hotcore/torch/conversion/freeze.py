@@ -325,6 +325,8 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None, convrot: bool
     if weight is None or type(weight) not in ops.PLAIN_TYPES:
         kind = "computed" if weight is None else f"a {type(weight).__name__}"
         return f"its weight is {kind}, not a Parameter"
+    if weight.dim() != 2:  # DeepSpeed leaves Parameters without values
+        return f"its weight has shape {list(weight.shape)}; freeze comes before ZeRO 3's shards"
     if filter_fn is not None and not filter_fn(layer, fqn):
         return "left out by filter_fn"
     if bits == 4:
