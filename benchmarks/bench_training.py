@@ -192,9 +192,9 @@ def begun(args: argparse.Namespace) -> dict[str, Any]:
     if set(args.tasks) & set(small_tasks.IMAGES):
         settings["images"] = small_tasks.images_of(args.images).description
     why = "" if args.table == "finetune" else "for fine-tuning"
-    contenders = [one for chosen in args.methods_of.values() for one in chosen]
-    facts = (settings, args.threads, why, "runs", contenders)
-    return small_tasks.begun(args.json, "training", *facts)
+    return small_tasks.begun(
+        args.json, "training", settings, args.threads, why, "runs", args.methods_of
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

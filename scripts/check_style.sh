@@ -24,11 +24,11 @@ stub_of_core() {
   "$HOT_VENV_PYTHON" -m nanobind.stubgen -q -i python -m hotcore._core -o build/stubs/hotcore/_core.pyi
 }
 
-# Newer releases of torch annotate more, and then some of the package's ignores are unused.
+# Newer releases of torch than the first of HOT_TORCH annotate more, so that some of the package's ignores are unused.
 run_mypy() {
-  local ignores=--warn-unused-ignores
-  local is_2_13='import sys, importlib.metadata as of; sys.exit(not of.version("torch").startswith("2.13."))'
-  "$HOT_VENV_PYTHON" -c "$is_2_13" || ignores=--no-warn-unused-ignores
+  local ignores=--warn-unused-ignores torch
+  torch="$("$HOT_VENV_PYTHON" -c 'import importlib.metadata as of; print(of.version("torch"))')"
+  [[ "${HOT_TORCH[0]}" == "torch==${torch%+*};"* ]] || ignores=--no-warn-unused-ignores
   mypy --no-error-summary "$ignores" --python-executable "$HOT_VENV_PYTHON"
 }
 

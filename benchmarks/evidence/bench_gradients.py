@@ -220,12 +220,17 @@ def run(
         schedule.step()
 
 
-def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, seed: int) -> None:
+def measure(
+    args: argparse.Namespace,
+    report: dict[str, Any],
+    task_name: str,
+    seed: int,
+    methods: Sequence[Contender],
+) -> None:
     points = report["points"]
     left = [step for step in args.at if f"{task_name}/{seed}/{step}" not in points]
     if not left:
         return
-    methods = small_tasks.chosen(task_name, args.methods, "gradients")
     for step, model, batch, task in run(task_name, seed, args.steps, left):
         began = time.perf_counter()
         key = f"{task_name}/{seed}/{step}"
@@ -287,15 +292,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     keys = ("methods", "at", "steps", "seeds", "draws", "batches")
     settings = {"tasks": tasks} | {key: getattr(args, key) for key in keys}
     try:
-        chosen = [small_tasks.chosen(task, args.methods, "gradients") for task in tasks]
+        methods_of = {task: small_tasks.chosen(task, args.methods, "gradients") for task in tasks}
         why = "no gradients of the layers' own weights"
-        facts = (settings, args.threads, why, "points", sum(chosen, []))
-        report = small_tasks.begun(args.json, "gradients", *facts)
+        report = small_tasks.begun(
+            args.json, "gradients", settings, args.threads, why, "points", methods_of
+        )
     except ValueError as error:
         parser.error(str(error))
     for task in tasks:
         for seed in args.seeds:
-            measure(args, report, task, seed)
+            measure(args, report, task, seed, methods_of[task])
     print("\n".join(gradient_quality(report)))
     print(f"\n{report['seconds']:.0f} s of measuring; written: {args.json}")
     if args.plot is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -418,18 +419,18 @@ def begun(
     threads: int,
     lora: str,
     entries: str,
-    contenders: Iterable[Contender],
+    methods_of: Mapping[str, Sequence[Contender]],
 ) -> dict[str, Any]:
     """Return :func:`timing.begun`, which names what is left out.
 
-    ``lora`` is the reason to leave LoRA out, empty if it runs. Raises ValueError if the file of a
-    contender's method has changed since the report's rows.
+    ``lora`` is the reason to leave LoRA out, empty if it runs. ``methods_of`` has each task's
+    contenders. Raises ValueError if the file of a method has changed since the report's rows.
     """
     report = timing.begun(path, benchmark, settings, entries)
     if "left out" not in report:
         report["versions"]["threads"] = threads
         report["left out"] = {"lora": lora} if lora else {}
-    for contender in contenders:
+    for contender in itertools.chain(*methods_of.values()):
         if ".py:" in contender.method:
             file = Path(contender.method.rpartition(":")[0])
             now = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -350,7 +350,7 @@ class HotConfig:
 
 
 if HotConfig.__doc__:  # not with python -OO
-    # From Python 3.13 on the compiler has taken its indentation away.
+    # The compiler removes a docstring's indentation from Python 3.13 on.
     HotConfig.__doc__ = inspect.cleandoc(HotConfig.__doc__) + "\n\nArgs:\n"
     for _field in FIELDS.values():
         _text = f"{_field.name}: {_field.doc}. Values: {_field.values_text()}. Default: "
