@@ -48,17 +48,15 @@ SHARES = {
         )
     },
     "several-8b": {
-        f"{SEVERAL} 4 --model llama_8b --contenders bf16 'FP8 tensorwise' 'default int8-forward'":
-        "several"
+        f"{SEVERAL} {part} --model llama_8b --contenders bf16 'FP8 tensorwise' "
+        "'default int8-forward'": "several"
+        for part in ("4 --part losses", "2 --part resume one")
     },
     "several-vit": {
         f"{SEVERAL} 2 --model vit_l --each 128 --images {CIFAR} {part}": "several"
         for part in ("--part losses --seeds 0 1 2", "--part resume one")
     },
-    "wire-10M": {
-        f"{SEVERAL} 2 --model gpt_10m --each 32 --seeds 0 1 2 --contenders {names}": "wire-10M"
-        for names in ("bf16 'bf16, INT8 gradients'", "'bf16, bf16_compress_hook'")
-    },
+    "wire-10M": {f"{SEVERAL} 2 --model gpt_10m --each 32 --seeds 0 1 2": "wire-10M"},
     "wire-91M": {f"{SEVERAL} 2 --model gpt_91m --seeds 0 1 2": "wire-91M"},
 }  # fmt: skip
 """Commands of each share and their reports; --json and --budget are added."""
