@@ -184,13 +184,14 @@ def several_losses(results: Path) -> Lines:
         plain = {} if name == "bf16" else last.get((model, gpus, "bf16"), {})
         gaps = [loss - plain[seed] for seed, loss in last[run].items() if seed in plain]
         by_seed = ": " + ", ".join(f"{gap:+.4f}" for gap in gaps) if len(gaps) > 1 else ""
-        loss = f"{statistics.mean(last[run].values()):.4f}" if last[run] else ""
+        loss = "failed" if "losses" in parts else ""
+        loss = f"{statistics.mean(last[run].values()):.4f}" if last[run] else loss
         resumed = [{True: "to the bit", False: "other losses"}.get(row.get("equal"), "failed")
                    for row in parts.get("resume", {}).values()]  # fmt: skip
         gap = [f"{row['largest_gap']:+.4f}" if "largest_gap" in row else "failed"
                for row in parts.get("one", {}).values()]  # fmt: skip
         yield line([
-            f"{model}, {gpus} GPUs, {name}", ", ".join(parts.get("losses", {})), loss or "failed",
+            f"{model}, {gpus} GPUs, {name}", ", ".join(parts.get("losses", {})), loss,
             evidence_tables.interval_words(gaps) + by_seed, ", ".join(resumed), ", ".join(gap),
         ])  # fmt: skip
     yield from ("", dates_line(results, [LOSSES]))

@@ -207,6 +207,7 @@ def test_losses_of_several_gpus_are_compared_with_bf16(tmp_path: Path) -> None:
     rows = {key.format("bf16"): losses, key.format("hot"): {"losses": [2.5] * 20}}
     rows["vit_l/4/resume/hot/1"] = {"losses": {}, "equal": True}
     rows["vit_l/4/one/hot/1"] = {"error": "gone"}
+    rows["vit_l/2/resume/hot/0"] = {"losses": {}, "equal": True}  # on fewer GPUs
     more = {"bf16": 2.0, "hot": 2.3}
     rows |= {f"vit_l/4/losses/{name}/2": {"losses": [loss] * 20} for name, loss in more.items()}
     (tmp_path / several_tables.LOSSES).write_text(json.dumps({"rows": rows}))
@@ -214,3 +215,4 @@ def test_losses_of_several_gpus_are_compared_with_bf16(tmp_path: Path) -> None:
     assert "| vit_l, 4 GPUs, bf16 | 1, 2 | 2.0000 |  |  |  |" in table
     gaps = "+0.4000 [-0.8706, +1.6706] (2): +0.5000, +0.3000"
     assert f"| vit_l, 4 GPUs, hot | 1, 2 | 2.4000 | {gaps} | to the bit | failed |" in table
+    assert "| vit_l, 2 GPUs, hot |  |  |  | to the bit |  |" in table
