@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from evidence import intervals
 
@@ -46,9 +46,7 @@ GPT_SIZES = ("10M", "25M", "91M", "311M")
 GPT_LONGER = ("10M-long", "10M-20", "25M-20")
 """Sizes that were trained on more text."""
 
-
 Make = Callable[..., Iterator[str]]
-T = TypeVar("T")
 
 
 def report_of(results: Path, name: str) -> Report:
@@ -309,11 +307,15 @@ def file_of(size: str) -> str:
 
 
 def of_sizes(results: Path, sizes: Sequence[str] = (*GPT_SIZES, *GPT_LONGER)) -> dict[str, Report]:
-    """Read the existing reports by size; those in PLANNED with whole seeds only."""
-    reports = reports_of(results, map(file_of, sizes))
-    out = {size: reports[file_of(size)] for size in sizes if file_of(size) in reports}
-    for size in [size for size in PLANNED if size in out]:
-        out[size] = {**out[size], "runs": in_whole_seeds(out[size]["runs"], PLANNED[size])}
+    """Read the existing reports by size, with whole seeds only.
+
+    Sizes without a plan may have contenders with a single run.
+    """
+    reports, out = reports_of(results, map(file_of, sizes)), {}
+    for size in [size for size in sizes if file_of(size) in reports]:
+        report = reports[file_of(size)]
+        single = [name for name, runs in runs_by_seed(report).items() if len(runs) == 1]
+        out[size] = {**report, "runs": in_whole_seeds(report["runs"], PLANNED.get(size, single))}
     return {size: report for size, report in out.items() if report["runs"]}
 
 
@@ -334,22 +336,10 @@ def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
     return {name: dict(sorted(seeds.items())) for name, seeds in out.items()}
 
 
-def of_equal_seeds(runs: Mapping[str, Mapping[int, T]]) -> dict[str, dict[int, T]]:
-    """Select the seeds that every contender with several runs has; single runs stay."""
-    several = [set(values) for values in runs.values() if len(values) > 1]
-    common = set.intersection(*several) if several else set()
-    return {
-        name: {seed: v for seed, v in values.items() if len(values) == 1 or seed in common}
-        for name, values in runs.items()
-    }
-
-
-def pairs_of(
-    report: Report, name: str, less: str = "bf16", *, every: bool = False
-) -> list[tuple[Report, Report]]:
-    """Pair the runs of two contenders by seed: equal seeds, or ``every`` seed that both have."""
+def pairs_of(report: Report, name: str, less: str = "bf16") -> list[tuple[Report, Report]]:
+    """Pair the runs of two contenders by seed."""
     runs = runs_by_seed(report)
-    mine, other = (runs if every else of_equal_seeds(runs)).get(name, {}), runs.get(less, {})
+    mine, other = runs.get(name, {}), runs.get(less, {})
     return [(run, other[seed]) for seed, run in mine.items() if seed in other]
 
 
@@ -367,7 +357,7 @@ def gaps_by_size(
             name: gaps_of_pairs(pairs_of(report, name))
             if name != "bf16"
             else [run["validation_loss"] for run in runs.values()]
-            for name, runs in of_equal_seeds(runs_by_seed(report)).items()
+            for name, runs in runs_by_seed(report).items()
         }
         for size, report in of_sizes(results, sizes).items()
     }
@@ -492,7 +482,7 @@ def pooled_words(results: Path) -> Lines:
 
 
 def gaps_along(report: Report, name: str) -> dict[int, list[float]]:
-    """Return the validation losses of ``name`` less bf16's by step, for every equal seed."""
+    """Return the validation losses of ``name`` less bf16's by step, for every pair."""
     out: dict[int, list[float]] = {}
     for mine, plain in pairs_of(report, name):
         for (step, loss), (_, least) in zip(mine["curve"], plain["curve"], strict=True):
@@ -513,9 +503,7 @@ def decided(results: Path, size: str) -> Lines:
     loss = plus_minus(losses, 4, "")
     yield line(["bf16's loss, ± deviation", str(len(losses)), loss, by_seed, *[""] * 7])
     for name in in_order(runs):
-        chosen = {k: r for k, r in report["runs"].items() if k.rpartition("/")[0] in ("bf16", name)}
-        pair = {**report, "runs": chosen}  # seeds that these two have
-        along = gaps_along(pair, name)
+        along = gaps_along(report, name)
         values = along.get(last, [])
         if not values:
             continue
@@ -528,7 +516,7 @@ def decided(results: Path, size: str) -> Lines:
         for share in (0.25, 0.5, 0.75):
             nearest = min(along, key=lambda step: abs(step - share * last))
             cells.append(f"{statistics.mean(along[nearest]):+.4f}")
-        of_steps, _ = shares_of_steps(pair, name)
+        of_steps, _ = shares_of_steps(report, name)
         ratio = ratios.get(name)
         cells.append("" if ratio is None else f"{ratio:.2f}")
         if ratio is None:

@@ -169,13 +169,19 @@ def predicted(results: Path) -> Lines:
 
 
 def several_losses(results: Path) -> Lines:
-    """Mean of the last losses less bf16's by seed, equal bits on resume, and gap to one process."""
+    """Mean of the last losses less bf16's by seed, equal bits on resume, and gap to one process.
+
+    The other parts stand beside the losses, with their GPUs if these are others.
+    """
     heads = ["run", "seeds", "loss", "less bf16's [95 %] (pairs)", "resumed", "one process"]
     yield from table_of(heads, ())
     runs: dict[tuple[str, str, str], dict[str, dict[str, Report]]] = {}
-    for key, row in report_of(results, LOSSES)["rows"].items():
-        model, gpus, part, name, seed = key.split("/")
-        runs.setdefault((model, gpus, name), {}).setdefault(part, {})[seed] = row
+    rows = {tuple(key.split("/")): row for key, row in report_of(results, LOSSES)["rows"].items()}
+    places = {(model, name): gpus for model, gpus, part, name, _ in rows if part == "losses"}
+    for (model, gpus, part, name, seed), row in rows.items():
+        place = gpus if part == "losses" else places.get((model, name), gpus)
+        of = runs.setdefault((model, place, name), {}).setdefault(part, {})
+        of[seed] = row | {"place": "" if gpus == place else f" ({gpus} GPUs)"}
     last = {run: {seed: statistics.fmean(row["losses"][-LAST:])
                   for seed, row in parts.get("losses", {}).items() if "losses" in row}
             for run, parts in runs.items()}  # fmt: skip
@@ -184,14 +190,13 @@ def several_losses(results: Path) -> Lines:
         plain = {} if name == "bf16" else last.get((model, gpus, "bf16"), {})
         gaps = [loss - plain[seed] for seed, loss in last[run].items() if seed in plain]
         by_seed = ": " + ", ".join(f"{gap:+.4f}" for gap in gaps) if len(gaps) > 1 else ""
-        loss = "failed" if "losses" in parts else ""
-        loss = f"{statistics.mean(last[run].values()):.4f}" if last[run] else loss
+        loss = f"{statistics.mean(last[run].values()):.4f}" if last[run] else ""
         resumed = [{True: "to the bit", False: "other losses"}.get(row.get("equal"), "failed")
-                   for row in parts.get("resume", {}).values()]  # fmt: skip
-        gap = [f"{row['largest_gap']:+.4f}" if "largest_gap" in row else "failed"
+                   + row["place"] for row in parts.get("resume", {}).values()]  # fmt: skip
+        gap = [(f"{row['largest_gap']:+.4f}" if "largest_gap" in row else "failed") + row["place"]
                for row in parts.get("one", {}).values()]  # fmt: skip
         yield line([
-            f"{model}, {gpus} GPUs, {name}", ", ".join(parts.get("losses", {})), loss,
+            f"{model}, {gpus} GPUs, {name}", ", ".join(parts.get("losses", {})), loss or "failed",
             evidence_tables.interval_words(gaps) + by_seed, ", ".join(resumed), ", ".join(gap),
         ])  # fmt: skip
     yield from ("", dates_line(results, [LOSSES]))
@@ -221,7 +226,7 @@ def wire_losses(results: Path) -> Lines:
         for contender in dict.fromkeys(key.rpartition("/")[0] for key in runs):
             if contender == "bf16":
                 continue
-            pairs = evidence_tables.pairs_of(report, contender, every=True)
+            pairs = evidence_tables.pairs_of(report, contender)
             gaps = evidence_tables.gaps_of_pairs(pairs)
             gap = evidence_tables.interval_words(gaps).rpartition(" (")[0] or "failed"
             cells = [f"{title}, {contender}", str(len(gaps)), gap]

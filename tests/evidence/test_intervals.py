@@ -90,3 +90,7 @@ def test_a_planned_size_counts_whole_seeds(tmp_path: Path) -> None:
     assert rows["default"][1].startswith("+0.0200") and rows["FP8 tensorwise"][0] == "3"
     assert rows["default"][2] == "+0.0100, +0.0200, +0.0300"
     assert rows["fast"][0] == "2" and rows["fast"][1].startswith("+0.1500")
+    by_size = evidence_tables.gaps_by_size(tmp_path, ["25M-20"])["25M-20"]
+    assert {name: len(values) for name, values in by_size.items()} == {
+        "bf16": 3, "default": 3, "FP8 tensorwise": 3, "fast": 2,
+    }  # fmt: skip

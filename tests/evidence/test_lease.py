@@ -214,5 +214,5 @@ def test_losses_of_several_gpus_are_compared_with_bf16(tmp_path: Path) -> None:
     table = "\n".join(several_tables.several_losses(tmp_path))
     assert "| vit_l, 4 GPUs, bf16 | 1, 2 | 2.0000 |  |  |  |" in table
     gaps = "+0.4000 [-0.8706, +1.6706] (2): +0.5000, +0.3000"
-    assert f"| vit_l, 4 GPUs, hot | 1, 2 | 2.4000 | {gaps} | to the bit | failed |" in table
-    assert "| vit_l, 2 GPUs, hot |  |  |  | to the bit |  |" in table
+    resumed = "to the bit, to the bit (2 GPUs)"
+    assert f"| vit_l, 4 GPUs, hot | 1, 2 | 2.4000 | {gaps} | {resumed} | failed |" in table
