@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -29,8 +30,8 @@ GPT = (
 )
 # Runs side by side end together, and a lease's end cuts those that run.
 IMAGES = (
-    "benchmarks/bench_training.py --table supplement --device cuda --tf32 "
-    f"--seeds 0,1,2 --devices 0 --jobs 4 --images {CIFAR}"
+    "benchmarks/bench_training.py --table supplement --device cuda --tf32 --seeds 0,1,2 "
+    f"--devices 0 --jobs {max(1, (os.cpu_count() or 1) // 4)} --images {CIFAR}"
 )
 SEVERAL = "-m benchmarks.evidence.several --device cuda --gpus"
 SHARES = {
@@ -44,7 +45,7 @@ SHARES = {
             f"{IMAGES} --tasks images-{model} --batch {batch} --epochs {epochs}": f"cifar10-{model}"
         }
         for model, batch, epochs in (
-            ("resnet18", 256, 15), ("vit-s", 256, 30), ("efficientformer", 128, 10)
+            ("resnet18", 256, 15), ("vit-s", 256, 10), ("efficientformer", 128, 10)
         )
     },
     "several-8b": {
