@@ -45,7 +45,7 @@ SHARES = {
             f"{IMAGES} --tasks images-{model} --batch {batch} --epochs {epochs}": f"cifar10-{model}"
         }
         for model, batch, epochs in (
-            ("resnet18", 256, 15), ("vit-s", 256, 10), ("efficientformer", 128, 10)
+            ("resnet18", 256, 15), ("vit-s", 256, 10), ("efficientformer", 128, 3)
         )
     },
     "several-8b": {
