@@ -146,7 +146,15 @@ def test_a_method_in_a_file_has_rows_in_the_tables(
     with pytest.raises(SystemExit):
         bench_training.main(["--methods", "fp32;other.py:Best", "--json", "none.json"])
     assert "other.py:Best: there is no 'other.py'" in capsys.readouterr().err
-    (tmp_path / "also.py").write_text((tmp_path / "signs.py").read_text())
+    right = (tmp_path / "signs.py").read_text()
+    (tmp_path / "signs.py").write_text(right.replace("gy.sign()", "gy.signs()"))
+    words = [*small, "--seeds", "0", "--json", "mended.json"]
+    with pytest.raises(AttributeError):
+        bench_training.main(words)
+    (tmp_path / "signs.py").write_text(right)  # it has no row yet, so it may change
+    bench_training.main(words)
+    assert set(json.loads(Path("mended.json").read_text())["runs"]) == set(runs)
+    (tmp_path / "also.py").write_text(right)
     with (tmp_path / "signs.py").open("a") as file:
         file.write("# another method\n")
     again = [*small, "--seeds", "0", "--json", "rivals.json"]
