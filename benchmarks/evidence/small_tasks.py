@@ -435,18 +435,15 @@ def begun(
             file = Path(contender.method.rpartition(":")[0])
             now = hashlib.sha256(file.read_bytes()).hexdigest()
             files = report.setdefault("files", {})
-            if files.get(contender.name, now) != now and _has_rows(report[entries], contender.name):
+            # A run's key names its contender; a point has the rows of all.
+            has_rows = any(
+                "layers" in entry or contender.name in key.split("/")
+                for key, entry in report[entries].items()
+            )
+            if has_rows and files.get(contender.name, now) != now:
                 raise ValueError(
                     f"methods: {contender.method}: the file differs from that of {path}'s rows; "
                     "name another --json, or remove the report"
                 )
             files[contender.name] = now
     return report
-
-
-def _has_rows(entries: Mapping[str, Any], name: str) -> bool:
-    """Whether runs (by name) or points (by layer) of a report have the contender."""
-    layers = [layer for entry in entries.values() for layer in entry.get("layers", {}).values()]
-    return any(name in run.split("/") for run in entries) or any(
-        name in layer["methods"] for layer in layers
-    )
