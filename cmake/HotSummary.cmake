@@ -7,7 +7,7 @@
 # long.
 set(hot_seconds_cpu 60)
 set(hot_seconds_arch 75)
-set(hot_seconds_wgmma 480)
+set(hot_seconds_wgmma 150)
 
 # Sets the text for HOT_CUDA_BUILT, HOT_WGMMA_BUILT, CMAKE_CUDA_ARCHITECTURES, and their reasons
 # hot_cuda_why, hot_archs_why, hot_wgmma_why.

@@ -39,9 +39,10 @@ struct BroadcastScales {
 }  // namespace
 
 const Sm90Instance& sm90_instance(Sm90Kernel kernel, DType out, Sm90Output output) {
-  for (const Sm90Instance* const* at = sm90_instances; *at != nullptr; ++at) {
-    const Sm90Instance& one = **at;
-    if (one.kernel == kernel && one.out == out && one.output == output) return one;
+  for (const Sm90Instance* const* list = sm90_lists; *list != nullptr; ++list) {
+    for (const Sm90Instance* one = *list; one->run != nullptr; ++one) {
+      if (one->kernel == kernel && one->out == out && one->output == output) return *one;
+    }
   }
   throw Error(ErrorCode::unsupported, "gemm: this build has no such sm_90a kernel");
 }

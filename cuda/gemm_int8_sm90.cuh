@@ -4,8 +4,9 @@
 // and stores scaled, out[m, n] + scaled, or scaled + bias[n]. Sums stay in registers and are
 // rounded once to the type of out. TMA loads the old values of out as CUTLASS's C. The CTA that
 // writes a piece of a tile loads it first; in stream-K this is the CTA that finishes the tile.
-// Compiled with --fmad=false, because the order of roundings is fixed (docs/numerics.md). Each
-// instance has its own file (a minute of compilation), from gemm_int8_sm90_instance.cu.in.
+// Compiled with --fmad=false, because the order of roundings is fixed (docs/numerics.md). A file
+// has all instances of a kernel: the compiler's front end does most of its work once for all of
+// them.
 #pragma once
 
 #include <cstddef>
@@ -149,21 +150,5 @@ struct Sm90Gemm {
 
 using AlongM = cute::Shape<cute::_2, cute::_1, cute::_1>;
 using AlongN = cute::Shape<cute::_1, cute::_2, cute::_1>;
-template <class Out, Sm90Output output>
-using Pingpong =
-    Sm90Gemm<Out, output, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-             cutlass::epilogue::TmaWarpSpecialized, DynamicTiles<FirstTile::inside_barrier>>;
-template <class Out, Sm90Output output>
-using WidePingpong =
-    Sm90Gemm<Out, output, 192, AlongM, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-             cutlass::epilogue::TmaWarpSpecialized, DynamicTiles<FirstTile::inside_barrier>>;
-template <class Out, Sm90Output output>
-using Cooperative =
-    Sm90Gemm<Out, output, 256, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-             cutlass::epilogue::TmaWarpSpecializedCooperative,
-             DynamicTiles<FirstTile::after_barrier>>;
-template <class Out, Sm90Output output>
-using StreamK =
-    Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-             cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
+
 }  // namespace hot::detail

@@ -1,5 +1,4 @@
-// Instances of the sm_90a product (gemm_int8_sm90.cuh). The list is in cuda/CMakeLists.txt, which
-// generates a file per instance and the table below. A build without CUTLASS or sm_90a has none.
+// Instances of the sm_90a product (gemm_int8_sm90.cuh). A build without CUTLASS or sm_90a has none.
 // * Tiles of 128 x 128 and 128 x 192 are pingpong: two tiles in turns. The epilogue of one overlaps
 //   the products of the other.
 // * Tiles of 128 x 256 are shared by both consumer groups and move the fewest bytes.
@@ -27,10 +26,13 @@ struct Sm90Instance {
   std::size_t (*workspace)(const Context&, const GemmArgs&, const Sm90Plan&);
 };
 
-// All instances, then null.
-extern const Sm90Instance* const sm90_instances[];
+// Lists of instances, a kernel each. The last of a list has no `run`.
+extern const Sm90Instance sm90_pingpong[], sm90_wide_pingpong[], sm90_cooperative[],
+    sm90_stream_k[];
+// This build's lists, then null.
+extern const Sm90Instance* const sm90_lists[];
 
-inline bool sm90_built() { return sm90_instances[0] != nullptr; }
+inline bool sm90_built() { return sm90_lists[0] != nullptr; }
 const Sm90Instance& sm90_instance(Sm90Kernel, DType out, Sm90Output);
 
 }  // namespace hot::detail
