@@ -27,39 +27,43 @@ struct TokenStage {
   float b[token_product::step][token_product::tile + 2];
 };
 
-// A thread's share of a step: `codes` of one row of each operand, scaled by k for A. Zeros outside.
+// A thread's share of a step: four codes of one row of each operand, zeros outside. They are
+// converted in `store`, so that their loads run while the previous step is computed.
 class TokenCodes {
  public:
   static constexpr int codes = token_product::tile * token_product::step / token_product::threads;
-  static_assert(token_product::step % codes == 0);
+  static_assert(codes == 4 && k_alignment % codes == 0);
 
   __device__ TokenCodes()
       : row_(static_cast<int>(threadIdx.x) / (token_product::step / codes)),
         k_(static_cast<int>(threadIdx.x) % (token_product::step / codes) * codes) {}
 
+  // K is a multiple of 16, and rows are aligned to 16 bytes.
   __device__ void load(const GemmArgs& args, std::int64_t first_m, std::int64_t first_n,
                        std::int64_t first_k) {
-    const std::int64_t m = first_m + row_, n = first_n + row_;
+    const std::int64_t m = first_m + row_, n = first_n + row_, k = first_k + k_;
+    const bool inside = k < args.k;
+    a_ = inside && m < args.m ? *reinterpret_cast<const unsigned*>(args.a + m * args.lda + k) : 0;
+    b_ = inside && n < args.n ? *reinterpret_cast<const unsigned*>(args.b + n * args.ldb + k) : 0;
 #pragma unroll
-    for (int i = 0; i < codes; ++i) {
-      const std::int64_t k = first_k + k_ + i;
-      const bool inside = k < args.k;
-      a_[i] = inside && m < args.m ? static_cast<float>(args.a[m * args.lda + k]) * args.a_scale[k]
-                                   : 0.0F;
-      b_[i] = inside && n < args.n ? static_cast<float>(args.b[n * args.ldb + k]) : 0.0F;
-    }
+    for (int i = 0; i < codes; ++i) scale_[i] = inside ? args.a_scale[k + i] : 0.0F;
   }
   __device__ void store(TokenStage& stage) const {
 #pragma unroll
     for (int i = 0; i < codes; ++i) {
-      stage.a[k_ + i][row_] = a_[i];
-      stage.b[k_ + i][row_] = b_[i];
+      stage.a[k_ + i][row_] = code(a_, i) * scale_[i];
+      stage.b[k_ + i][row_] = code(b_, i);
     }
   }
 
  private:
+  static __device__ float code(unsigned codes_of_row, int i) {
+    return static_cast<float>(static_cast<std::int8_t>(codes_of_row >> 8 * i));
+  }
+
   int row_, k_;
-  float a_[codes], b_[codes];
+  unsigned a_ = 0, b_ = 0;
+  float scale_[codes];
 };
 
 __global__ void __launch_bounds__(token_product::threads) token_kernel(GemmArgs args) {

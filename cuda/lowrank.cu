@@ -12,16 +12,18 @@
 namespace hot::detail {
 namespace {
 
-__global__ void hla_kernel(MatrixIn x, DeviceProjection p, std::int64_t run, MatrixOut out) {
+__global__ void hla_kernel(MatrixIn x, DeviceProjection p, RowRuns runs, MatrixOut out) {
   begin_kernel();
   extern __shared__ float shared[];
   const int threads = static_cast<int>(blockDim.x);
   const std::int64_t tiles = (x.cols + threads - 1) / threads;
-  const std::int64_t col = blockIdx.x % tiles * threads + threadIdx.x;
-  const std::int64_t begin = blockIdx.x / tiles * run, end = min(p.blocks, begin + run);
-  if (col >= x.cols) return;
-  walk_rows(x, p, col, begin, end, SharedColumn{shared + threadIdx.x, threads},
-            [&](std::int64_t k, float value) { store_element(out, k, col, value); });
+  const std::int64_t place = blockIdx.x % tiles * threads + threadIdx.x;
+  const bool live = place < x.cols;
+  const std::int64_t col = live ? place : x.cols - 1;  // walk_rows needs whole warps
+  walk_rows(x, p, col, runs[blockIdx.x / tiles], SharedColumn{shared + threadIdx.x, threads},
+            [&](std::int64_t k, float value) {
+              if (live) store_element(out, k, col, value);
+            });
 }
 
 }  // namespace
@@ -32,7 +34,7 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
   const DeviceGuard guard(context.device().index, "hla");
   const plan::GenericGrid grid = plan::generic_grid(p, x.cols, 0);
   launch("hla", context, hla_kernel, {grid.blocks, grid.threads, grid.shared_bytes}, x,
-         DeviceProjection{p, device_key(sketch_key, Purpose::sketch)}, grid.run, out);
+         DeviceProjection{p, device_key(sketch_key, Purpose::sketch)}, RowRuns(p, grid.run), out);
 }
 
 }  // namespace hot::detail

@@ -6,6 +6,7 @@
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "kernels.h"
+#include "row_runs.h"
 
 namespace hot::detail {
 
@@ -32,17 +33,21 @@ __device__ inline void butterfly_shared(const SharedColumn& v, int length) {
   }
 }
 
-// Calls emit(k, value) for the rows of P x from blocks [begin, end) and, at the end, the prefix.
+// Calls emit(k, value) for a run of the rows of P x. All lanes of a warp must call it with the same
+// run, because each computes the places of some of its tokens.
 template <class Emit>
 __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int64_t col,
-                          std::int64_t begin, std::int64_t end, const SharedColumn& v,
-                          const Emit& emit) {
-  std::int64_t k = begin * p.rank;
+                          const RowRun& run, const SharedColumn& v, const Emit& emit) {
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  std::int64_t k = run.begin * p.rank + run.prefix;
   const DeviceOffset offset = offset_of(p.sketch);
-  for (std::int64_t block = begin; block < end; ++block) {
+  for (std::int64_t block = run.begin; block < run.end; ++block) {
+    std::int64_t token = 0;
     for (int t = 0; t < p.block; ++t) {
       const std::int64_t position = block * p.block + t;
-      v[t] = position < p.body_tokens ? load_scaled(x, p.order.body(position), col) : 0.0F;
+      if (t % 32 == 0) token = p.order.body(min(position + lane, p.body_tokens - 1));
+      const std::int64_t row = __shfl_sync(0xffffffffU, token, t % 32);
+      v[t] = position < p.body_tokens ? load_scaled(x, row, col) : 0.0F;
     }
     int length = p.block;
     if (p.basis == Basis::sketch && p.folds > 0) {
@@ -67,8 +72,7 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
       emit(k++, value);
     }
   }
-  if (end < p.blocks) return;
-  for (std::int64_t j = 0; j < p.order.prefix_rows(); ++j) {
+  for (std::int64_t j = run.prefix; j < run.prefix_end; ++j) {
     emit(k++, load_scaled(x, p.order.prefix_token(j), col) * p.prefix_factor);
   }
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/device/begin_kernel.cuh"
+#include "cuda/device/reduce.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
 #include "cuda/lowrank.cuh"
@@ -21,7 +22,7 @@ struct ColumnArgs {
   DeviceProjection p;
   Codes out;
   OperandQuant quant;
-  std::int64_t run;  // blocks per thread
+  RowRuns runs;
   DeviceKey key;
   Pass pass;
 };
@@ -32,18 +33,19 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
   extern __shared__ float shared[];
   const int threads = static_cast<int>(blockDim.x);
   const std::int64_t tiles = (args.x.cols + threads - 1) / threads;
-  const std::int64_t col = blockIdx.x % tiles * threads + threadIdx.x;
-  const std::int64_t begin = blockIdx.x / tiles * args.run;
-  const std::int64_t end = min(args.p.blocks, begin + args.run);
-  if (col >= args.x.cols) return;
+  const std::int64_t place = blockIdx.x % tiles * threads + threadIdx.x;
+  const bool live = place < args.x.cols;
+  const std::int64_t col = live ? place : args.x.cols - 1;  // warp_max needs whole warps
+  const RowRun run = args.runs[blockIdx.x / tiles];
   const SharedColumn v{shared + threadIdx.x, threads};
   const SharedColumn pending{shared + args.p.block * threads + threadIdx.x, threads};
   std::uint32_t* const amax = args.out.amax;
   if (args.pass == Pass::amax) {
     std::uint32_t best = 0;
-    walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
+    walk_rows(args.x, args.p, col, run, v, [&](std::int64_t k, float value) {
       if (args.quant.per_contraction) {
-        atomic_max(amax + k, abs_bits(value));
+        const std::uint32_t largest = warp_max(abs_bits(value));
+        if (threadIdx.x % 32 == 0) atomicMax(amax + k, largest);
       } else {
         best = max(best, abs_bits(value));
       }
@@ -53,8 +55,6 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
   }
   const DeviceOffset offset = offset_of(args.key);
   const std::int64_t k16_count = args.out.k_padded / k16;
-  const std::int64_t first = begin * args.p.rank;
-  const std::int64_t last = end < args.p.blocks ? end * args.p.rank : args.out.k_padded;
   const auto finish = [&](std::int64_t g) {
     const DeviceScale column =
         args.quant.per_contraction
@@ -67,15 +67,16 @@ __global__ void generic_columns_kernel(ColumnArgs args) {
         round_group<rounding>([&](int i) { return scale_at(i).keep ? pending[i] : 0.0F; },
                               [&](int i) { return scale_at(i).inv; }, args.key, offset,
                               static_cast<std::uint64_t>(col * k16_count + g), args.quant.bits);
+    if (!live) return;
     *reinterpret_cast<uint4*>(args.out.codes + col * args.out.k_padded + g * k16) = codes;
   };
-  std::int64_t next = first;
-  walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
+  std::int64_t next = run.begin * args.p.rank + run.prefix;
+  walk_rows(args.x, args.p, col, run, v, [&](std::int64_t k, float value) {
     pending[static_cast<int>(k % k16)] = value;
     next = k + 1;
     if (next % k16 == 0) finish(k / k16);
   });
-  if (next % k16 != 0 && last == args.out.k_padded) {
+  if (next % k16 != 0) {  // at the end of the last run
     const std::int64_t g = next / k16;
     for (; next % k16 != 0; ++next) pending[static_cast<int>(next % k16)] = 0.0F;
     finish(g);
@@ -92,7 +93,7 @@ void launch_generic_columns(const Context& context, const plan::Step& step, cons
                         {job.transform, device_key(job.sketch_key, Purpose::sketch)},
                         job.out,
                         job.quant,
-                        part.run,
+                        RowRuns(job.transform, part.run),
                         device_key(context.key(), job.quant.purpose),
                         amax ? Pass::amax : Pass::codes};
   with_rounding(amax ? Rounding::nearest : job.quant.rounding, [&](auto r) {

@@ -6,6 +6,7 @@
 
 #include "plan/plan.h"
 #include "plan_cases.h"
+#include "row_runs.h"
 #include "support.h"
 
 using namespace hot_test;
@@ -348,6 +349,32 @@ TEST(Plan, partial_sums_fit_their_memory) {
     }
   }
   EXPECT_GT(wide, 40);
+}
+
+TEST(Plan, runs_cover_the_rows_in_order) {
+  for (const int rank : {1, 3, 5, 8, 16}) {
+    for (const std::int64_t blocks : {0, 1, 2, 7, 64, 129}) {
+      for (const int samples : {0, 1, 5, 33}) {
+        hot::detail::Projection p;
+        p.rank = rank;
+        p.blocks = blocks;
+        p.order.samples = samples;
+        p.order.prefix = 2;
+        const hot::detail::RowRuns runs(p, 4 * hot::detail::blocks_per_cut(rank));
+        std::int64_t k = 0, prefix = 0;
+        for (std::int64_t i = 0; i < runs.count(); ++i) {
+          const hot::detail::RowRun run = runs[i];
+          EXPECT_EQ(k % 16, 0) << "run " << i;
+          EXPECT_EQ(run.begin * rank + run.prefix, k);
+          EXPECT_EQ(run.prefix, prefix);
+          EXPECT_LE(run.prefix_end - run.prefix, 16);
+          k += (run.end - run.begin) * rank + run.prefix_end - run.prefix;
+          prefix = run.prefix_end;
+        }
+        EXPECT_EQ(k, blocks * rank + p.order.prefix_rows());
+      }
+    }
+  }
 }
 
 // Kernels overlap if one does not wait for the previous one. Then the last kernel that waited, and

@@ -163,11 +163,11 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
   const StripTasks tasks(context, x, p);
   const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
   context.pool()->run(tasks.count(), [&](std::int64_t task) {
-    const auto [col, begin, end] = tasks[task];
-    Strip strip(simd, x, p, sketch, col);
-    strip.groups(begin, end, [&, col = col](std::int64_t k, const float* rows) {
+    const StripTasks::Task part = tasks[task];
+    Strip strip(simd, x, p, sketch, part.col);
+    strip.groups(part.begin, part.end, [&](std::int64_t k, const float* rows) {
       for (std::int64_t i = 0; i < std::min<std::int64_t>(group, p.k - k); ++i) {
-        store_row(simd, rows + i * strip_columns, k + i, col, strip.cols(), out);
+        store_row(simd, rows + i * strip_columns, k + i, part.col, strip.cols(), out);
       }
     });
   });

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "plan/steps.h"
+#include "row_runs.h"
 
 namespace hot::detail::plan {
 
@@ -652,8 +653,7 @@ GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
   grid.shared_bytes = static_cast<std::size_t>((p.block + extra) * grid.threads) * sizeof(float);
   const std::int64_t cut = blocks_per_cut(p.rank);
   grid.run = round_up(std::max<std::int64_t>(1, 64 / p.block), cut);
-  grid.blocks =
-      ceil_div(cols, grid.threads) * std::max<std::int64_t>(1, ceil_div(p.blocks, grid.run));
+  grid.blocks = ceil_div(cols, grid.threads) * RowRuns(p, grid.run).count();
   return grid;
 }
 
