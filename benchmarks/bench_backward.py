@@ -23,7 +23,9 @@ import argparse
 import copy
 import re
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -572,7 +574,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.shape:
         groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
     parts = args.part or (["layers"] if args.device == "cpu" else PARTS)
-    out: dict[str, Any] = {"recipes": args.recipe}
+    out: dict[str, Any] = {"recipes": args.recipe, "failed": {}}
     run: dict[str, Callable[[], Any]] = {
         "layers": lambda: part_layers(args, groups),
         "paper": lambda: part_paper(args),
@@ -581,13 +583,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         "host": lambda: part_host(args),
         "rule": lambda: part_rule(args),
     }
-    out |= {part: make() for part, make in run.items() if part in parts}
+    for part in (part for part in run if part in parts):
+        try:
+            out[part] = run[part]()
+        except Exception as error:  # named here and at the end; the others go on
+            traceback.print_exc()
+            out["failed"][part] = f"{type(error).__name__}: {error}"
     report, kinds = {"bench_backward": out}, doc_tables
     reports = [kinds.layers, kinds.both, kinds.floor] if "layers" in out else []
     reports += [kinds.small] if "paper" in out else []
     for table in reports:
         print("\n" + "\n".join(table(report)))
     timing.write(args, "backward", out)
+    if out["failed"]:
+        sys.exit(f"failed: {out['failed']}")
 
 
 if __name__ == "__main__":

@@ -127,6 +127,21 @@ def test_bench_backward(tmp_path: Path) -> None:
     assert both["of nn.Linear"] == pytest.approx(both["median_ms"] / plain, rel=1e-4)
 
 
+def test_a_part_that_fails_loses_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(bench_backward, "part_layers", failing)
+    monkeypatch.setattr(bench_backward, "part_host", lambda _: {"rows": {}})
+    path = tmp_path / "out.json"
+    words = ["--device", "cpu", "--json", str(path), "--part", "layers", "--part", "host"]
+    refused(bench_backward.main, "layers.*gone", SystemExit, words)
+    report = json.loads(path.read_text())
+    assert report["host"] == {"rows": {}} and "layers" not in report
+
+
 def test_a_mean_is_of_all_layers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
