@@ -261,7 +261,7 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
     print("\nThe paper's layers, g_x and g_w, us; (times faster than fp32)")
     for shape, published in (PAPER if args.device == "cuda" else {TOY: 1.0}).items():
         tokens, outs, ins = shape
-        nbytes = 4 * (tokens * outs + outs * ins + tokens * ins)
+        nbytes = 2 * (tokens * outs + outs * ins + tokens * ins)  # in bf16, most contenders' dtype
         make = partial(paper_calls, shape, args.recipe, args.device)
         rows = timing.in_graphs(make, nbytes, args.rounds, args.device)
         speeds.append(speeds_of(rows))

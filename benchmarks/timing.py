@@ -223,7 +223,7 @@ def in_graphs(
     Args:
         make: makes contenders with their own arrays. A graph holds as many calls as exceed the L2
             three times with their arrays.
-        nbytes: bytes of one contender's arrays.
+        nbytes: bytes of the arrays of the contender with the smallest ones.
         rounds: as for :func:`in_turns`, also ``budget_ms``.
         device: "cpu" or "cuda".
         least_calls: lowest number of calls in a graph, which share a replay's own cost.

@@ -127,9 +127,7 @@ def test_bench_backward(tmp_path: Path) -> None:
     assert both["of nn.Linear"] == pytest.approx(both["median_ms"] / plain, rel=1e-4)
 
 
-def test_a_part_that_fails_loses_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> None:
         raise RuntimeError("gone")
 
@@ -158,6 +156,22 @@ def test_a_mean_is_of_all_layers(
     settings = argparse.Namespace(device="cpu", recipe=[], rounds=2)
     assert set(bench_backward.part_paper(settings)["rotating"]["means"]) == {"fp32"}
     assert "bf16: RuntimeError: no" in capsys.readouterr().out
+
+
+def test_graphs_hold_enough_arrays_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were counted in fp32: contenders with bf16 arrays rotated through half of the bytes."""
+    counted: list[int] = []
+
+    def in_graphs(make: Any, nbytes: int, *_: Any) -> dict[str, Any]:
+        counted.append(nbytes)
+        return {"fp32": {"median_ms": 2.0}}
+
+    monkeypatch.setattr(timing, "in_graphs", in_graphs)
+    settings = argparse.Namespace(device="cpu", recipe=[], rounds=2)
+    bench_backward.part_paper(settings)
+    bench_latency.in_graphs((64, 64, 64), settings, 1)
+    arrays = bench_backward.tensors((64, 64, 64), "cpu", torch.bfloat16)
+    assert counted == [sum(array.nbytes for array in arrays)] * 2
 
 
 def test_host_times_of_rivals_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
