@@ -254,16 +254,20 @@ def paper_calls(shape: Shape, recipes: Sequence[str], device: str) -> dict[str, 
     return out
 
 
+def paper_bytes(shape: Shape) -> int:
+    """Return the bytes of g_y, w and x in bf16, the dtype of most of paper_calls' contenders."""
+    tokens, outs, ins = shape
+    return 2 * (tokens * outs + outs * ins + tokens * ins)
+
+
 def part_paper(args: argparse.Namespace) -> dict[str, Any]:
     """Time copies of the arrays in turn, more than the L2 holds. Returns rows and their means."""
     tables: dict[str, Any] = {}
     speeds: list[dict[str, float]] = []
     print("\nThe paper's layers, g_x and g_w, us; (times faster than fp32)")
     for shape, published in (PAPER if args.device == "cuda" else {TOY: 1.0}).items():
-        tokens, outs, ins = shape
-        nbytes = 2 * (tokens * outs + outs * ins + tokens * ins)  # in bf16, most contenders' dtype
         make = partial(paper_calls, shape, args.recipe, args.device)
-        rows = timing.in_graphs(make, nbytes, args.rounds, args.device)
+        rows = timing.in_graphs(make, paper_bytes(shape), args.rounds, args.device)
         speeds.append(speeds_of(rows))
         print(f"  {shape!s:18s} paper {published:.1f}  {in_words(rows)}", flush=True)
         for name, speed in speeds[-1].items():

@@ -86,7 +86,7 @@ def _exact(call: Call) -> Call:
 def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, Row | str]:
     """Time calls in a CUDA graph, or plain calls on the CPU."""
     tokens, outs, ins = shape
-    nbytes = 2 * images * (tokens * outs + tokens * ins) + 2 * outs * ins  # in bf16
+    nbytes = bench_backward.paper_bytes((images * tokens, outs, ins))
     make = functools.partial(calls, shape, images, args.device)
     least = GRAPH_CALLS if images == 1 else 1
     return timing.in_graphs(make, nbytes, args.rounds, args.device, least, LARGE_CALL_BUDGET_MS)
