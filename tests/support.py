@@ -29,6 +29,11 @@ KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 OTHER_KEY = Key(42, 43, 44)
 SHORT_TEXT = [("one", f"def f{i}(a, b):\n    return a * {i} + b\n" * 40) for i in range(60)]
 """Package and text of each file, for bench_gpt.py."""
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None
+    and not (Path(__file__).parents[1] / "third_party/torchao").is_dir(),
+    reason="no torchao",  # one whose import fails is a failure
+)
 
 
 @contextmanager

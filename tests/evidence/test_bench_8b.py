@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import refused, report_of, without_broken_torchvision
+from support import needs_torchao, refused, report_of, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 with without_broken_torchvision():
@@ -65,28 +65,29 @@ def test_no_step_begins_that_would_not_end(rng: np.random.Generator) -> None:
 
 
 def options_of(folder: Path) -> list[str]:
-    return ["--quick", "--backend", "aot_eager", "--threads", "1", "--cache", str(folder)]
+    return ["--quick", "--backend", "eager", "--threads", "1", "--cache", str(folder)]
 
 
 def run(folder: Path, *words: str) -> Any:
     return report_of(bench_8b, folder / "8b.json", *options_of(folder), *words)
 
 
+@needs_torchao
 def test_contenders_are_paired_and_a_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lora = ["LoRA bf16", "LoRA frozen int8", "LoRA frozen int4", "LoRA frozen nf4 torchao"]
+    block = {"config": bench_8b.TOY.config | {"num_hidden_layers": 1}}
+    monkeypatch.setattr(bench_8b, "TOY", bench_8b.dataclasses.replace(bench_8b.TOY, **block))
+    lora = ["LoRA frozen int8", "LoRA frozen nf4 torchao"]
     if importlib.util.find_spec("bitsandbytes"):
-        lora += ["LoRA frozen nf4", "LoRA frozen nf4 fp32"]
+        lora += ["LoRA frozen nf4"]
     coded = "LoRA frozen int4, x of adapters in 8 bits"
     names = [OURS, PLAIN, *(f"{name}, attention kept" for name in lora), coded]
     report = run(tmp_path, "--contenders", *names)
     rows = report["whole"]
-    if any("torchao does not import" in row.get("left_out", "") for row in rows.values()):
-        pytest.skip("no torchao")
     assert list(rows) == [name for name in (c.name for c in bench_8b.CONTENDERS) if name in names]
     for name, row in rows.items():
-        layers = 0 if "bf16" in name or "nf4" in name else 28 if name == coded else 14
+        layers = 0 if "bf16" in name or "nf4" in name else 14 if name == coded else 7
         assert row["converted"] == layers, name
         assert ("frozen_s" in row) == ("frozen" in name), name
         assert row["head"] == "loss in chunks, torch products" and row["graphs"] == 1, name
@@ -137,7 +138,7 @@ def test_a_report_keeps_its_settings_and_all_rows(
     assert list(run(tmp_path, "--contenders", "bf16", PLAIN)["whole"]) == [
         PLAIN, "bf16", "bf16 of yesterday",
     ]  # fmt: skip
-    for words in (["--seed", "1"], ["--backend", "eager"]):
+    for words in (["--seed", "1"], ["--backend", "aot_eager"]):
         refused(run, "has other settings", SystemExit, tmp_path, *words)
 
 
@@ -164,12 +165,11 @@ def test_a_base_never_exists_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.05 < (codes - bf16).norm() / bf16.norm() < 0.12
 
 
+@needs_torchao
 def test_memory_that_does_not_suffice_is_no_figure(tmp_path: Path) -> None:
     """A contender that fails is a row with its error, the others run."""
     failing = bench_8b.Contender("bf16", head="torch", settings={}, fp8="no such recipe")
     text = torch.zeros(4, 32, dtype=torch.int64)
     arguments = bench_8b.arguments([*options_of(tmp_path)])
     row = bench_8b.row_of(failing, arguments, text, lambda: 1.0)
-    if "torchao does not import" in row.get("left_out", ""):
-        pytest.skip("no torchao")
     assert "no such recipe" in row["error"]

@@ -23,7 +23,7 @@ from evidence.rivals.conversion import taken_by_hotcore  # noqa: E402
 from evidence.rivals.lbp_wht import LbpWht  # noqa: E402
 from evidence.rivals.methods import power_of_two_factor, triangle_rows  # noqa: E402
 from hotcore.config import RECIPES  # noqa: E402
-from support import refused, saved_tensors  # noqa: E402  (after the skip)
+from support import needs_torchao, refused, saved_tensors  # noqa: E402  (after the skip)
 from torch import Tensor, nn  # noqa: E402
 
 SIMULATED = (
@@ -383,14 +383,11 @@ def near(value: tuple[Tensor, ...], x: Tensor, w: Tensor, gy: Tensor, bound: flo
         assert 1e-4 < (mine - exact).norm() / exact.norm() < bound
 
 
+@needs_torchao
 @pytest.mark.parametrize("method", ["torchao_fp8", "torchao_int8"])
 def test_torchao(method: str) -> None:
     x, w, gy = operands(samples=2, ins=32, outs=48)
-    try:
-        value = gradients(method, x, w, gy)
-    except rivals.TorchaoMissing as error:
-        pytest.skip(str(error))
-    near(value, x, w, gy, 0.1 if method == "torchao_fp8" else 0.02)
+    near(gradients(method, x, w, gy), x, w, gy, 0.1 if method == "torchao_fp8" else 0.02)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 24), nn.Conv2d(8, 8, 1))
     done = rivals.convert(model, method, everything)
     assert done.names == (("0",) if method == "torchao_fp8" else ("0", "1")) and "2" in done.left

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import refused
+from support import needs_torchao, refused
 
 torch = pytest.importorskip("torch")
 
@@ -185,12 +185,8 @@ def test_compiled_blocks() -> None:
     refused(lambda: training.blocks_of(trainer.model, "h"), "no blocks at 'h'")
 
 
+@needs_torchao
 def test_fp8_takes_the_layers_that_hot_would() -> None:
-    try:
-        toy_trainer(Contender("x", fp8="tensorwise"))
-    except training.Left as left:
-        assert "torchao does not import" in str(left)
-        pytest.skip(str(left))
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         trainer = toy_trainer(Contender("x", fp8=recipe))
         types = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in

@@ -106,9 +106,11 @@ def torchao_convert(
 
 def torchao_nf4(weight: torch.Tensor) -> torch.nn.Parameter:
     """Return a frozen weight in torchao's NF4, with double quantisation. Raises TorchaoMissing."""
-    (module,) = _torchao("dtypes.nf4tensor")
+    homes = _torchao("quantization", "dtypes")  # since 0.18, and before
+    (home, *_) = (module for module in homes if hasattr(module, "NF4Tensor"))
     scales = math.gcd(256, weight.numel() // 64)  # 256, except in a toy
-    return torch.nn.Parameter(module.to_nf4(weight, 64, scales), requires_grad=False)
+    coded = home.NF4Tensor.from_tensor(weight, 64, scales)
+    return torch.nn.Parameter(coded, requires_grad=False)
 
 
 def torchao_adamw(parameters: Iterable[torch.Tensor], rate: float) -> torch.optim.Optimizer:
