@@ -319,7 +319,8 @@ def process(rank: int, world: int, work: Any, run: Run, folder: Path) -> None:
 def launched(work: Callable[[Any, torch.device], Any], run: Run, world: int) -> Any:
     """Return what ``work`` returns in the first of ``world`` new processes. Raises Said."""
     with tempfile.TemporaryDirectory(prefix="several-") as folder:
-        context = mp.spawn(process, (world, work, run, Path(folder)), world, join=False)
+        words, method = (world, work, run, Path(folder)), timing.start_method(run.device)
+        context = mp.start_processes(process, words, world, join=False, start_method=method)
         end = time.monotonic() + TIMEOUT_S
         try:
             while not context.join(max(0.0, end - time.monotonic())):

@@ -235,7 +235,7 @@ class Remote:
 
     def __init__(self, model: str, contender: Contender, setting: Setting, folder: Path) -> None:
         """Start the process."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(timing.start_method(setting.device))
         self.contender = contender
         self._log = folder / f"{model}-{contender.name}.log".replace(" ", "_").replace("/", "-")
         self._connection, theirs = context.Pipe()

@@ -15,6 +15,7 @@ import fnmatch
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import random
@@ -375,6 +376,18 @@ def use_threads(count: int) -> None:
     """Set the threads of torch and hotcore."""
     torch.set_num_threads(count)
     hotcore.set_num_threads(count)
+
+
+def start_method(device: str) -> str:
+    """Return how processes for work on ``device`` start: "forkserver" or "spawn".
+
+    On a CPU they fork from one that has imported torch and its compiler, which takes six seconds.
+    They have the environment of the first call. CUDA refuses to work in a fork.
+    """
+    if device == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.fsdp"])
+    return "forkserver"
 
 
 def machine(device: str) -> dict[str, str]:

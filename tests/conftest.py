@@ -49,6 +49,16 @@ def _imported_objects_are_frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _threads_are_restored() -> Iterator[None]:
+    """Benchmarks set hotcore's threads; the next file has the default ones."""
+    hotcore = sys.modules.get("hotcore")
+    before = hotcore.num_threads() if hotcore else 0
+    yield
+    if hotcore:
+        hotcore.set_num_threads(before)
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # nanobind reports what is alive when the interpreter ends
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import hotcore.torch as hot
 import pytest
+import timing
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -50,7 +51,8 @@ def run(rank: int, store: str, device: str, bodies: Sequence[Body], world: int) 
 def spawn(*bodies: Body, device: str = "cpu", world: int = WORLD) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # A failure in a process is raised here, with its traceback.
-        mp.spawn(run, (os.path.join(folder, "store"), device, bodies, world), nprocs=world)
+        words = (os.path.join(folder, "store"), device, bodies, world)
+        mp.start_processes(run, words, world, start_method=timing.start_method(device))
 
 
 def whole(tensor: Any) -> Tensor:

@@ -24,12 +24,15 @@ P, R = ParamSpec("P"), TypeVar("R")
 
 
 def fused(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Compile ``function`` for tensors on a GPU."""
-    compiled = torch.compile(function, dynamic=True)
+    """Compile ``function`` for tensors on a GPU, at the first: torch's compiler takes seconds."""
+
+    @functools.cache
+    def compiled() -> Callable[Concatenate[Tensor, P], R]:
+        return torch.compile(function, dynamic=True)
 
     @functools.wraps(function)
     def call(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return (compiled if x.is_cuda else function)(x, *args, **kwargs)
+        return (compiled() if x.is_cuda else function)(x, *args, **kwargs)
 
     return call
 
