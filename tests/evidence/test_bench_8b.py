@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import needs_torchao, refused, report_of, without_broken_torchvision
+from support import SHORT_TEXT, needs_torchao, refused, report_of, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 with without_broken_torchvision():
@@ -78,6 +78,9 @@ def test_contenders_are_paired_and_a_run_goes_on(
 ) -> None:
     block = {"config": bench_8b.TOY.config | {"num_hidden_layers": 1}}
     monkeypatch.setattr(bench_8b, "TOY", bench_8b.dataclasses.replace(bench_8b.TOY, **block))
+    # Text of the installed packages is another one on each machine.
+    monkeypatch.setattr("bench_gpt.sources", lambda *_: SHORT_TEXT)
+    monkeypatch.setattr(bench_8b, "LEARNING_RATE", 1e-3)  # ten steps lower the loss
     lora = ["LoRA frozen int8", "LoRA frozen nf4 torchao"]
     if importlib.util.find_spec("bitsandbytes"):
         lora += ["LoRA frozen nf4"]
@@ -97,8 +100,8 @@ def test_contenders_are_paired_and_a_run_goes_on(
     for name in (n for n in names if n != PLAIN):
         ours, plain = (rows[name]["losses"][0], rows[PLAIN]["losses"][0])
         assert ours == pytest.approx(plain, rel=5e-3), name
-    assert rows[OURS]["loss"] == pytest.approx(rows[PLAIN]["loss"], rel=5e-3)
-    assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0]
+    assert rows[OURS]["loss"] == pytest.approx(rows[PLAIN]["loss"], rel=2e-2)
+    assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0] - 2
     lines = list(doc_tables.whole(report))
     assert len(lines) == 2 + len(names) and lines[2].startswith(f"| {OURS} | ")
 
