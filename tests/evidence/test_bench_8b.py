@@ -21,9 +21,12 @@ import bench_8b  # noqa: E402
 from bench_8b import Tried  # noqa: E402
 from evidence import doc_tables  # noqa: E402
 
-SEVERAL = bench_8b.dataclasses.replace(
-    bench_8b.TOY, config=bench_8b.TOY.config | {"num_hidden_layers": 3}
-)
+
+def toy(blocks: int) -> Any:
+    config = bench_8b.TOY.config | {"num_hidden_layers": blocks}
+    return bench_8b.dataclasses.replace(bench_8b.TOY, config=config)
+
+
 LAYER = "base_model.model.model.layers.2.mlp.down_proj.base_layer"
 PLAIN, OURS = "bf16, attention kept", "default int8-forward, attention kept"
 
@@ -76,14 +79,13 @@ def run(folder: Path, *words: str) -> Any:
 def test_contenders_are_paired_and_a_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = {"config": bench_8b.TOY.config | {"num_hidden_layers": 1}}
-    monkeypatch.setattr(bench_8b, "TOY", bench_8b.dataclasses.replace(bench_8b.TOY, **block))
+    monkeypatch.setattr(bench_8b, "TOY", toy(1))
     # Text of the installed packages is another one on each machine.
     monkeypatch.setattr("bench_gpt.sources", lambda *_: SHORT_TEXT)
-    monkeypatch.setattr(bench_8b, "LEARNING_RATE", 1e-3)  # ten steps lower the loss
-    lora = ["LoRA frozen int8", "LoRA frozen nf4 torchao"]
+    monkeypatch.setattr(bench_8b, "LEARNING_RATE", 3e-4)  # ten steps lower the loss
+    lora = ["LoRA bf16", "LoRA frozen int8", "LoRA frozen int4", "LoRA frozen nf4 torchao"]
     if importlib.util.find_spec("bitsandbytes"):
-        lora += ["LoRA frozen nf4"]
+        lora += ["LoRA frozen nf4", "LoRA frozen nf4 fp32"]
     coded = "LoRA frozen int4, x of adapters in 8 bits"
     names = [OURS, PLAIN, *(f"{name}, attention kept" for name in lora), coded]
     report = run(tmp_path, "--contenders", *names)
@@ -100,8 +102,8 @@ def test_contenders_are_paired_and_a_run_goes_on(
     for name in (n for n in names if n != PLAIN):
         ours, plain = (rows[name]["losses"][0], rows[PLAIN]["losses"][0])
         assert ours == pytest.approx(plain, rel=5e-3), name
-    assert rows[OURS]["loss"] == pytest.approx(rows[PLAIN]["loss"], rel=2e-2)
-    assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0] - 2
+    assert rows[OURS]["loss"] == pytest.approx(rows[PLAIN]["loss"], rel=5e-3)
+    assert rows[PLAIN]["loss"] < rows[PLAIN]["losses"][0] - 1.5
     lines = list(doc_tables.whole(report))
     assert len(lines) == 2 + len(names) and lines[2].startswith(f"| {OURS} | ")
 
@@ -161,7 +163,7 @@ def test_a_base_never_exists_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     for form in ("frozen int4", "bf16"):
         (contender,) = (c for c in bench_8b.CONTENDERS if c.name == f"LoRA {form}, attention kept")
         torch.manual_seed(0)
-        models[form], seconds = bench_8b.build(SEVERAL, contender, "cpu")
+        models[form], seconds = bench_8b.build(toy(3), contender, "cpu")
         assert (seconds > 0) == bool(contender.frozen)
     assert plain == [1, 1, 1]
     codes, bf16 = (models[form].get_submodule(LAYER).weight.float() for form in models)

@@ -107,9 +107,11 @@ def torchao_convert(
 def torchao_nf4(weight: torch.Tensor) -> torch.nn.Parameter:
     """Return a frozen weight in torchao's NF4, with double quantisation. Raises TorchaoMissing."""
     homes = _torchao("quantization", "dtypes")  # since 0.18, and before
-    (home, *_) = (module for module in homes if hasattr(module, "NF4Tensor"))
+    kinds = [home.NF4Tensor for home in homes if hasattr(home, "NF4Tensor")]
+    if not kinds:
+        raise TorchaoMissing("torchao's NF4Tensor is neither in quantization nor in dtypes")
     scales = math.gcd(256, weight.numel() // 64)  # 256, except in a toy
-    coded = home.NF4Tensor.from_tensor(weight, 64, scales)
+    coded = kinds[0].from_tensor(weight, 64, scales)
     return torch.nn.Parameter(coded, requires_grad=False)
 
 
