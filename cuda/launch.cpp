@@ -72,7 +72,7 @@ cudaLaunchConfig_t launch_config(const char* stage, const Context& context, cons
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
   }
-  if (launch_facts(context, stage).overlap) {
+  if (shape.early && launch_facts(context, stage).overlap) {
     cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -24,6 +24,9 @@ struct LaunchShape {
   std::size_t shared_bytes = 0;
   int cluster = 1;  // CTAs per cluster; above 1 only from sm_90 on
   int rows = 1;     // blockDim.y
+  // May start before the previous kernel ends (launch.h). CTAs that do are packed on the SMs that
+  // are free first, so a long kernel of few CTAs must not.
+  bool early = true;
 };
 
 // Passes of a quantiser over its source: both at once, or the largest values, then the codes.
@@ -195,7 +198,7 @@ constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 // token_kernel: square tiles of the result, steps of k.
 namespace token_product {
 
-constexpr int tile = 32, step = 32, threads = 256;
+constexpr int tile = 32, step = 128, threads = 64;
 
 }  // namespace token_product
 

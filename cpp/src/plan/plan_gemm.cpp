@@ -263,9 +263,10 @@ void add_single(Plan& plan, const Work& work, int index) {
   constexpr int tile = token_product::tile;
   const std::int64_t tiles = ceil_div(m, tile) * ceil_div(n, tile);
   plan.takes({Kernel::wgmma_128x128, "fp32 product, k in order", scales_by_token});
-  plan.add(Kernel::token, {std::min<std::int64_t>(tiles, INT32_MAX), token_product::threads},
-           buffers_of(work, product).reads(product.args.accumulate), out, ProductStep{index},
-           product.args.out.dtype);
+  LaunchShape shape{std::min<std::int64_t>(tiles, INT32_MAX), token_product::threads};
+  shape.early = false;
+  plan.add(Kernel::token, shape, buffers_of(work, product).reads(product.args.accumulate), out,
+           ProductStep{index}, product.args.out.dtype);
 }
 
 }  // namespace
