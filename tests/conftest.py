@@ -49,14 +49,16 @@ def _imported_objects_are_frozen() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _threads_are_restored() -> Iterator[None]:
-    """Benchmarks set hotcore's threads; the next file has the default ones."""
-    hotcore = sys.modules.get("hotcore")
-    before = hotcore.num_threads() if hotcore else 0
+    """Restore the numbers of threads, which fixtures, tests and benchmarks set."""
+    names = {"hotcore": "num_threads", "torch": "get_num_threads"}
+    imported = [(sys.modules[name], get) for name, get in names.items() if name in sys.modules]
+    before = [getattr(module, get)() for module, get in imported]
     yield
-    if hotcore:
-        hotcore.set_num_threads(before)
+    for (module, get), count in zip(imported, before, strict=True):
+        if getattr(module, get)() != count:
+            module.set_num_threads(count)
 
 
 def pytest_unconfigure() -> None:
@@ -71,16 +73,11 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 
 @pytest.fixture
-def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
-    """Seed torch from the test's generator, and restore the numbers of threads afterwards."""
-    import hotcore
+def seeded_torch(rng: np.random.Generator) -> None:
+    """Seed torch from the test's generator."""
     import torch
 
-    before = hotcore.num_threads(), torch.get_num_threads()
     torch.manual_seed(int(rng.integers(1 << 62)))
-    yield
-    hotcore.set_num_threads(before[0])
-    torch.set_num_threads(before[1])
 
 
 @pytest.fixture

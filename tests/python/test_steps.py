@@ -36,11 +36,8 @@ def needs(*packages: str) -> None:
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
     """Use one thread for small models, and forget compiled code after a test."""
-    before = hotcore.num_threads(), torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    hotcore.set_num_threads(before[0])  # the scripts set it
-    torch.set_num_threads(before[1])
     torch._dynamo.reset()
 
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """``main(name, *arguments)`` runs an example in this process, on one thread."""
     monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
     from models import mend_torchvision
@@ -42,10 +42,8 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
             spec.loader.exec_module(module)
             return module.main(list(arguments))
 
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield run
-    torch.set_num_threads(before)
+    return run
 
 
 @pytest.mark.parametrize(("name", "lines"), ALONE.items())
